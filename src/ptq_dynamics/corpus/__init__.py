@@ -1,0 +1,1 @@
+"""From text to memory-mapped token shards: train, calibration, validation and out-of-domain sets."""

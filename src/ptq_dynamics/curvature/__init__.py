@@ -1,0 +1,1 @@
+"""Hessian-vector products and what is read off them."""

@@ -1,0 +1,1 @@
+"""Per-sequence losses, paired intervals, and the table of measurements."""

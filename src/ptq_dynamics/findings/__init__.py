@@ -1,0 +1,1 @@
+"""Tables to statistics, figures and verdicts: one module per finding."""

@@ -1,0 +1,1 @@
+"""Model construction and the fast forward pass over transformers' own parameters."""

@@ -1,0 +1,1 @@
+"""Round-to-nearest and GPTQ on a loaded model, dequantized in place."""

@@ -1,0 +1,1 @@
+"""Schedules, the training loop, runs and branches, and the studies made of them."""

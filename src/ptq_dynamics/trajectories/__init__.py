@@ -1,0 +1,1 @@
+"""Checkpoints on disk and ordered lists of them, whatever they came from."""
