@@ -1,0 +1,177 @@
+"""Pythia-style GPTNeoX: built as a transformers model, run by a lean forward pass over the same parameters.
+
+There is one weight format, that of transformers. The lean pass exists for speed (about twice the training
+throughput on a CPU: mixed precision without autocast's bookkeeping, one compiled graph for loss and gradient,
+no optimizer loop over small tensors) and is tested equal to transformers' logits.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from ..core.config import config_dataclass
+
+Params = Mapping[str, torch.Tensor]
+
+
+@config_dataclass()
+class ModelConfig:
+    """A GPTNeoX decoder (Black et al. 2022; the sizes of Pythia, Biderman et al. 2023, and smaller)."""
+
+    width: Annotated[int, Field(ge=8)]  # hidden size
+    layers: Annotated[int, Field(ge=1)]
+    heads: Annotated[int, Field(ge=1)]
+    context: Annotated[int, Field(ge=8)]  # training sequence length, in tokens
+    mlp_ratio: Annotated[int, Field(ge=1)] = 4
+    rotary_fraction: Annotated[float, Field(ge=0, le=1)] = 0.25  # share of each head that is rotated
+    init_std: Annotated[float, Field(gt=0)] = 0.02  # of all linear and embedding weights
+
+    @model_validator(mode="after")
+    def _divides(self) -> ModelConfig:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        return self
+
+
+def build(config: ModelConfig, vocab_size: int, seed: int) -> GPTNeoXForCausalLM:
+    """A freshly initialised model in float32; the weights depend on ``config`` and ``seed`` alone."""
+    hf = GPTNeoXConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=config.mlp_ratio * config.width,
+        max_position_embeddings=config.context,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": config.rotary_fraction,
+        },
+        initializer_range=config.init_std,
+        tie_word_embeddings=False,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPTNeoXForCausalLM(hf).float()
+
+
+def supports(model: torch.nn.Module) -> bool:
+    """Whether the lean forward pass covers this model (else: use the model's own forward)."""
+    c = getattr(model, "config", None)
+    if not isinstance(model, GPTNeoXForCausalLM) or not isinstance(c, GPTNeoXConfig):
+        return False
+    rope = c.rope_parameters or {}
+    dropout = c.attention_dropout or c.hidden_dropout
+    return (
+        c.use_parallel_residual
+        and c.attention_bias
+        and c.hidden_act == "gelu"
+        and not dropout
+        and not c.tie_word_embeddings
+        and rope.get("rope_type", "default") == "default"
+    )
+
+
+def lean_logits(
+    config: GPTNeoXConfig, params: Params, ids: torch.Tensor, compute: Params | None = None
+) -> torch.Tensor:
+    """Next-token logits of GPTNeoX with parallel residuals, written for speed.
+
+    Args:
+        params: parameters by their transformers names; embeddings and norms are read from here.
+        ids: token ids, int64 ``[batch, length]``.
+        compute: the same parameters in the dtype of the matrix products (such as bfloat16); default ``params``.
+
+    Returns:
+        Logits ``[batch, length, vocab]`` in the dtype of ``compute``; norms, softmax, rotation and the residual
+        stream are float32 when ``params`` is.
+    """
+    low = params if compute is None else compute
+    b, t = ids.shape
+    heads, width = config.num_attention_heads, config.hidden_size
+    hd = width // heads
+    rotated = int(hd * (config.rope_parameters or {}).get("partial_rotary_factor", 0.25))
+    half = rotated // 2
+    cos, sin = _rotation(t, rotated, (config.rope_parameters or {}).get("rope_theta", 10000.0), ids.device)
+    cos, sin = cos.repeat(1, 2 * heads), sin.repeat(1, 2 * heads)  # q and k, all heads side by side
+    dtype = low["gpt_neox.embed_in.weight"].dtype
+    eps = config.layer_norm_eps
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.layer_norm(x, (width,), params[name + ".weight"], params[name + ".bias"], eps).to(dtype)
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, low[name + ".weight"], low[name + ".bias"])
+
+    def by_half(w: torch.Tensor) -> torch.Tensor:
+        # Rows come as (head, q|k|v, dim). Put the halves that rotate into each other side by side for all heads,
+        # so that the rotation is plain arithmetic on contiguous memory. q·k does not see the order of dims.
+        w = w.view(heads, 3, hd, *w.shape[1:]).transpose(0, 1)
+        qk = w[:2]
+        parts = (qk[:, :, :half], qk[:, :, half:rotated], qk[:, :, rotated:])
+        return torch.cat([p.flatten(0, 2) for p in parts] + [w[2].flatten(0, 1)])
+
+    h = F.embedding(ids, params["gpt_neox.embed_in.weight"])
+    for i in range(config.num_hidden_layers):
+        at = f"gpt_neox.layers.{i}."
+        qkv = at + "attention.query_key_value"
+        y = F.linear(norm(h, at + "input_layernorm"), by_half(low[qkv + ".weight"]), by_half(low[qkv + ".bias"]))
+        n = 2 * heads * half
+        x1, x2, rest, v = y.split([n, n, 2 * width - 2 * n, width], -1)
+        r1, r2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        qk = torch.cat([p.to(dtype).view(b, t, 2 * heads, -1) for p in (r1, r2, rest)], -1)
+        q, k = qk[:, :, :heads].transpose(1, 2), qk[:, :, heads:].transpose(1, 2)
+        a = _attention(q, k, v.view(b, t, heads, hd).transpose(1, 2))
+        a = linear(a.transpose(1, 2).reshape(b, t, width), at + "attention.dense")
+        m = F.gelu(linear(norm(h, at + "post_attention_layernorm"), at + "mlp.dense_h_to_4h"))
+        h = h + a + linear(m, at + "mlp.dense_4h_to_h")
+    return F.linear(norm(h, "gpt_neox.final_layer_norm"), low[head_name(params)])
+
+
+def head_name(params: Params) -> str:
+    """Name of the output matrix: ``embed_out`` before transformers 5, ``lm_head`` since."""
+    return "lm_head.weight" if "lm_head.weight" in params else "embed_out.weight"
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention ``[batch, heads, length, head dim]``."""
+    if q.device.type == "cuda":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    # On a CPU the backward of the fused kernel costs more than the plain products.
+    t = q.shape[2]
+    future = torch.full((t, t), -math.inf, device=q.device).triu(1)
+    scores = ((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)).float() + future
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+def _rotation(length: int, rotated: int, theta: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines ``[length, rotated / 2]`` of rotary embeddings (Su et al. 2021, eq. 34)."""
+    freq = theta ** -(torch.arange(0, rotated, 2, device=device, dtype=torch.float32) / max(rotated, 1))
+    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), freq)
+    return angle.cos(), angle.sin()
+
+
+def cross_entropy(config: GPTNeoXConfig, params: Params, tokens: torch.Tensor, compute: Params | None) -> torch.Tensor:
+    """Mean next-token cross-entropy in nats of ``tokens`` ``[batch, length + 1]``: labels are shifted once, here."""
+    logits = lean_logits(config, params, tokens[:, :-1], compute)
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def can_compile() -> bool:
+    """Whether ``torch.compile`` has what it needs: a C++ compiler on the CPU, Triton on CUDA."""
+    if torch.cuda.is_available():
+        return True
+    import os
+
+    return shutil.which(os.environ.get("CXX", "g++")) is not None or shutil.which("clang++") is not None
