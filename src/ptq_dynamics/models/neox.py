@@ -8,8 +8,10 @@ no optimizer loop over small tensors) and is tested equal to transformers' logit
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -20,6 +22,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from ..core.config import config_dataclass
 
 Params = Mapping[str, torch.Tensor]
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @config_dataclass()
@@ -83,8 +86,45 @@ def supports(model: torch.nn.Module) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What the lean pass needs to know of an architecture (hashable, so that compiled code is kept per shape)."""
+
+    layers: int
+    heads: int
+    width: int
+    rotated: int  # dims of each head that are rotated
+    theta: float
+    norm_eps: float
+
+    @classmethod
+    def of(cls, config: GPTNeoXConfig) -> Shape:
+        rope = config.rope_parameters or {}
+        head = config.hidden_size // config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            width=config.hidden_size,
+            rotated=int(head * rope.get("partial_rotary_factor", 0.25)),
+            theta=float(rope.get("rope_theta", 10000.0)),
+            norm_eps=config.layer_norm_eps,
+        )
+
+    def rotation(self, length: int, device: torch.device | str) -> Rotation:
+        """Cosines and sines of rotary embeddings (Su et al. 2021, eq. 34), ``[length, 2 * heads * rotated / 2]``:
+        those of queries and keys of all heads side by side."""
+        f32 = {"device": device, "dtype": torch.float32}
+        freq = self.theta ** -(torch.arange(0, self.rotated, 2, **f32) / max(self.rotated, 1))
+        angle = torch.outer(torch.arange(length, **f32), freq).repeat(1, 2 * self.heads)
+        return angle.cos(), angle.sin()
+
+
 def lean_logits(
-    config: GPTNeoXConfig, params: Params, ids: torch.Tensor, compute: Params | None = None
+    shape: Shape,
+    params: Params,
+    ids: torch.Tensor,
+    compute: Params | None = None,
+    rotation: Rotation | None = None,
 ) -> torch.Tensor:
     """Next-token logits of GPTNeoX with parallel residuals, written for speed.
 
@@ -92,6 +132,7 @@ def lean_logits(
         params: parameters by their transformers names; embeddings and norms are read from here.
         ids: token ids, int64 ``[batch, length]``.
         compute: the same parameters in the dtype of the matrix products (such as bfloat16); default ``params``.
+        rotation: ``shape.rotation(length)``; hand it in to keep it out of a compiled graph.
 
     Returns:
         Logits ``[batch, length, vocab]`` in the dtype of ``compute``; norms, softmax, rotation and the residual
@@ -99,14 +140,11 @@ def lean_logits(
     """
     low = params if compute is None else compute
     b, t = ids.shape
-    heads, width = config.num_attention_heads, config.hidden_size
-    hd = width // heads
-    rotated = int(hd * (config.rope_parameters or {}).get("partial_rotary_factor", 0.25))
-    half = rotated // 2
-    cos, sin = _rotation(t, rotated, (config.rope_parameters or {}).get("rope_theta", 10000.0), ids.device)
-    cos, sin = cos.repeat(1, 2 * heads), sin.repeat(1, 2 * heads)  # q and k, all heads side by side
+    heads, width, rotated = shape.heads, shape.width, shape.rotated
+    hd, half = width // heads, rotated // 2
+    cos, sin = rotation or shape.rotation(t, ids.device)
     dtype = low["gpt_neox.embed_in.weight"].dtype
-    eps = config.layer_norm_eps
+    eps = shape.norm_eps
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return F.layer_norm(x, (width,), params[name + ".weight"], params[name + ".bias"], eps).to(dtype)
@@ -123,7 +161,7 @@ def lean_logits(
         return torch.cat([p.flatten(0, 2) for p in parts] + [w[2].flatten(0, 1)])
 
     h = F.embedding(ids, params["gpt_neox.embed_in.weight"])
-    for i in range(config.num_hidden_layers):
+    for i in range(shape.layers):
         at = f"gpt_neox.layers.{i}."
         qkv = at + "attention.query_key_value"
         y = F.linear(norm(h, at + "input_layernorm"), by_half(low[qkv + ".weight"]), by_half(low[qkv + ".bias"]))
@@ -155,16 +193,11 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
     return scores.softmax(-1).to(v.dtype) @ v
 
 
-def _rotation(length: int, rotated: int, theta: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines ``[length, rotated / 2]`` of rotary embeddings (Su et al. 2021, eq. 34)."""
-    freq = theta ** -(torch.arange(0, rotated, 2, device=device, dtype=torch.float32) / max(rotated, 1))
-    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), freq)
-    return angle.cos(), angle.sin()
-
-
-def cross_entropy(config: GPTNeoXConfig, params: Params, tokens: torch.Tensor, compute: Params | None) -> torch.Tensor:
+def cross_entropy(
+    shape: Shape, params: Params, tokens: torch.Tensor, compute: Params | None = None, rotation: Rotation | None = None
+) -> torch.Tensor:
     """Mean next-token cross-entropy in nats of ``tokens`` ``[batch, length + 1]``: labels are shifted once, here."""
-    logits = lean_logits(config, params, tokens[:, :-1], compute)
+    logits = lean_logits(shape, params, tokens[:, :-1], compute, rotation)
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -172,6 +205,4 @@ def can_compile() -> bool:
     """Whether ``torch.compile`` has what it needs: a C++ compiler on the CPU, Triton on CUDA."""
     if torch.cuda.is_available():
         return True
-    import os
-
     return shutil.which(os.environ.get("CXX", "g++")) is not None or shutil.which("clang++") is not None

@@ -45,6 +45,7 @@ class Learner:
         self, model: GPTNeoXForCausalLM, config: OptimizerConfig, precision: Precision, compiled: bool
     ) -> None:
         self.model, self.clip = model, config.clip
+        self.rotation: neox.Rotation | None = None
         named = list(model.named_parameters())
         self.layout = tuple(
             tuple((n, p.shape) for n, p in named if (p.ndim >= 2) == decayed) for decayed in (True, False)
@@ -79,12 +80,14 @@ class Learner:
         }
 
     def _loss(self, precision: Precision) -> Callable[..., torch.Tensor]:
-        hf = self.model.config
+        shape = neox.Shape.of(self.model.config)
 
-        def loss(decayed: torch.Tensor, rest: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        def loss(
+            decayed: torch.Tensor, rest: torch.Tensor, tokens: torch.Tensor, rotation: neox.Rotation
+        ) -> torch.Tensor:
             params = self.views((decayed, rest))
             low = self.views((decayed.bfloat16(), rest.bfloat16())) if precision == "bf16" else None
-            return neox.cross_entropy(hf, params, tokens, low)
+            return neox.cross_entropy(shape, params, tokens, low, rotation)
 
         return loss
 
@@ -96,10 +99,12 @@ class Learner:
         """
         total: list[torch.Tensor] | None = None
         loss = torch.zeros((), device=tokens.device)
+        if self.rotation is None or len(self.rotation[0]) != tokens.shape[1] - 1:
+            self.rotation = neox.Shape.of(self.model.config).rotation(tokens.shape[1] - 1, tokens.device)
         for chunk in tokens.split(micro_batch):
             share = len(chunk) / len(tokens)
             with torch.no_grad():
-                grads, value = self.gradient(*(f.detach() for f in self.flat), chunk)
+                grads, value = self.gradient(*(f.detach() for f in self.flat), chunk, self.rotation)
             loss = loss + share * value
             scaled = [g if share == 1 else share * g for g in grads]
             total = scaled if total is None else [a + b for a, b in zip(total, scaled, strict=True)]

@@ -1,0 +1,61 @@
+"""95 % intervals: paired bootstrap over sequences, Student's t over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def relative_error(quantized: np.ndarray, base: np.ndarray) -> float:
+    """CE(Ŵ)/CE(W) − 1 from per-sequence losses of equal lengths (the paper's quantization error)."""
+    return float(np.mean(quantized) / np.mean(base) - 1.0)
+
+
+def paired_bootstrap(
+    base: np.ndarray,
+    quantized: np.ndarray,
+    statistic: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    *,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> Estimate:
+    """Percentile bootstrap (Efron 1979) of a statistic of two means, sequences drawn in pairs.
+
+    Args:
+        base, quantized: losses of the same sequences ``[n]``.
+        statistic: of (mean quantized, mean base), vectorised, such as ``lambda q, b: q / b - 1``.
+    """
+    if base.shape != quantized.shape or base.ndim != 1:
+        raise ValueError(f"losses must pair up: {base.shape} against {quantized.shape}")
+    n = len(base)
+    rng = np.random.default_rng(seed)
+    # how often each sequence is drawn decides both means
+    counts = rng.multinomial(n, np.full(n, 1.0 / n), size=resamples).astype(np.float64)
+    draws = statistic(counts @ quantized / n, counts @ base / n)
+    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    value = statistic(np.asarray(quantized.mean()), np.asarray(base.mean()))
+    return Estimate(float(value), float(low), float(high))
+
+
+def over_seeds(values: np.ndarray) -> Estimate:
+    """Mean over independent runs with its t interval; a single run has no interval (NaN bounds)."""
+    values = np.asarray(values, dtype=np.float64)
+    mean = float(values.mean())
+    if len(values) < 2:
+        return Estimate(mean, float("nan"), float("nan"))
+    half = stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    return Estimate(mean, mean - float(half), mean + float(half))

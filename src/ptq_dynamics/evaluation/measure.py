@@ -1,0 +1,255 @@
+"""The measurement table: one row per (checkpoint, quantizer), written one by one, computed only when missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pydantic import Field
+
+from ..core import fanout, progress, provenance
+from ..core.config import asdict, config_dataclass, digest
+from ..core.errors import UserError
+from ..core.files import atomic_file, write_text
+from ..corpus.tokens import TokenSet
+from ..models import neox
+from ..quantization.quantizer import quantize, restore, snapshot
+from ..quantization.spec import QuantSpec
+from ..trajectories import checkpoints
+from ..trajectories.checkpoints import Checkpoint
+from .intervals import paired_bootstrap
+from .losses import Precision, sequence_losses
+
+NUMERICS = (
+    "ptq_dynamics.models.neox",
+    "ptq_dynamics.quantization",
+    "ptq_dynamics.evaluation.losses",
+    "ptq_dynamics.corpus.tokens",
+)
+
+
+@config_dataclass()
+class EvaluationText:
+    """Held-out text, in blocks of ``length`` predictions from the start of the set."""
+
+    set: str = "validation"
+    tokens: Annotated[int, Field(ge=1)]
+    length: Annotated[int, Field(ge=1)]
+
+
+@config_dataclass()
+class CalibrationText:
+    """Windows drawn at random, without overlap, from a set kept apart from training and evaluation."""
+
+    set: str = "calibration"
+    sequences: Annotated[int, Field(ge=1)]
+    length: Annotated[int, Field(ge=1)]
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+@config_dataclass()
+class MeasureConfig:
+    """How every checkpoint of a trajectory is measured."""
+
+    evaluation: EvaluationText
+    calibration: CalibrationText
+    quantizers: Annotated[tuple[QuantSpec, ...], Field(min_length=1)]
+    precision: Precision = "bf16"  # of the matrix products of every evaluation, base and quantized alike
+    device: str = "cpu"
+    compile: bool = True
+
+
+def row_key(checkpoint: Checkpoint, spec: QuantSpec | None, config: MeasureConfig, texts: Mapping[str, str]) -> str:
+    """Hash of all that decides a row: weights, quantizer, both texts, dtype, code and library versions.
+
+    Args:
+        spec: None for the full-precision row.
+        texts: content hashes of the ``evaluation`` and ``calibration`` sets.
+    """
+    calibrated = spec is not None and spec.method != "rtn"
+    return digest(
+        {
+            "weights": checkpoint.weights_id,
+            "spec": asdict(spec) if spec else None,
+            "evaluation": asdict(config.evaluation) | {"id": texts["evaluation"]},
+            "calibration": asdict(config.calibration) | {"id": texts["calibration"]} if calibrated else None,
+            "precision": config.precision,
+            "code": provenance.fingerprint(*NUMERICS),
+            "versions": {k: v for k, v in provenance.versions().items() if k in ("torch", "transformers")},
+        },
+        length=16,
+    )
+
+
+def measure_checkpoint(checkpoint: Checkpoint, config: MeasureConfig, corpus: Path, rows: Path) -> list[str]:
+    """Measure one checkpoint with every quantizer, computing what ``rows`` lacks; keys of all its rows.
+
+    The base model and its quantized versions share one load, one dtype, the same tokens and the same code path.
+    """
+    evaluation = TokenSet.open(corpus, config.evaluation.set)
+    calibration = TokenSet.open(corpus, config.calibration.set)
+    texts = {"evaluation": evaluation.id, "calibration": calibration.id}
+    keys = {spec: row_key(checkpoint, spec, config, texts) for spec in (None, *config.quantizers)}
+    missing = [spec for spec, key in keys.items() if read_row(rows / f"{key}.parquet") is None]
+    if missing:
+        _measure_missing(missing, keys, checkpoint, config, evaluation, calibration, rows)
+    progress.report(checkpoint.weights_id, 1, resumed=not missing, final=True)
+    return list(keys.values())
+
+
+def _measure_missing(
+    missing: Sequence[QuantSpec | None], keys: Mapping[QuantSpec | None, str], checkpoint: Checkpoint,
+    config: MeasureConfig, evaluation: TokenSet, calibration: TokenSet, rows: Path,
+) -> None:  # fmt: skip
+    blocks = evaluation.blocks(config.evaluation.length, config.evaluation.tokens)
+    if blocks.shape[0] * config.evaluation.length < config.evaluation.tokens - config.evaluation.length:
+        have = blocks.shape[0] * config.evaluation.length
+        raise UserError(
+            f"params.yaml: evaluation.tokens asks for {config.evaluation.tokens}, but set "
+            f"'{config.evaluation.set}' has {have}; lower it or add text"
+        )
+    calib = calibration.calibration(
+        config.calibration.sequences, config.calibration.length, config.calibration.seed
+    )
+    model = checkpoints.load_model(checkpoint).to(config.device)
+    compiled = config.compile and neox.can_compile()
+
+    def evaluate() -> np.ndarray:
+        return sequence_losses(model, blocks, precision=config.precision, compiled=compiled)
+
+    shared = {
+        "checkpoint": checkpoint.name,
+        "step": checkpoint.step,
+        "tokens": checkpoint.tokens,
+        "lr": checkpoint.lr,
+        "phase": checkpoint.phase,
+        "weights_id": checkpoint.weights_id,
+        "precision": config.precision,
+        "evaluation_set": config.evaluation.set,
+        "evaluation_id": evaluation.id,
+        "evaluation_tokens": blocks.shape[0] * config.evaluation.length,
+        "versions": str(provenance.versions()),
+    }
+    start = time.perf_counter()
+    base_file = rows / f"{keys[None]}.parquet"
+    base_row = read_row(base_file)
+    if base_row is None:
+        losses = evaluate()
+        row = shared | {"method": "none", "bits": None, "ce": float(losses.mean()), "losses": losses}
+        _write_row(base_file, row | {"seconds": time.perf_counter() - start})
+    else:
+        losses = base_row["losses"]
+    before = snapshot(model)
+    for spec in missing:
+        if spec is None:
+            continue
+        start = time.perf_counter()
+        calibrated = spec.method != "rtn"
+        done = quantize(model, torch.from_numpy(calib).to(config.device) if calibrated else None, spec)
+        quantized = evaluate()
+        row = shared | {
+            **asdict(spec),
+            "calibration_set": config.calibration.set if calibrated else None,
+            "calibration_id": calibration.id if calibrated else None,
+            "calibration_sequences": config.calibration.sequences if calibrated else None,
+            "ce": float(quantized.mean()),
+            "ce_fp": float(losses.mean()),
+            "weight_error": done.weight_error,
+            "relative_weight_error": done.weight_error / _norm(before.values()),
+            "layers": len(done.names),
+            "losses": quantized,
+            **_errors(losses, quantized),
+        }
+        restore(model, before)
+        _write_row(rows / f"{keys[spec]}.parquet", row | {"seconds": time.perf_counter() - start})
+
+
+def _errors(base: np.ndarray, quantized: np.ndarray) -> dict[str, float]:
+    relative = paired_bootstrap(base, quantized, lambda q, b: q / b - 1.0)
+    gap = paired_bootstrap(base, quantized, lambda q, b: q - b)
+    return {
+        "delta_ce": gap.value,
+        "delta_ce_low": gap.low,
+        "delta_ce_high": gap.high,
+        "relative_error": relative.value,
+        "relative_error_low": relative.low,
+        "relative_error_high": relative.high,
+    }
+
+
+def _norm(weights: Any) -> float:
+    return float(sum(w.double().square().sum() for w in weights)) ** 0.5
+
+
+def _write_row(path: Path, row: Mapping[str, Any]) -> None:
+    with atomic_file(path) as tmp:
+        pq.write_table(pa.Table.from_pylist([{**row, "losses": row["losses"].tolist()}]), tmp)
+
+
+def read_row(path: Path) -> dict[str, Any] | None:
+    """A row as written, its losses as an array; None where it is missing or unreadable (then it is redone)."""
+    try:
+        row = pq.read_table(path).to_pylist()[0]
+        row["losses"] = np.asarray(row["losses"], dtype=np.float64)
+        return row
+    except (OSError, pa.ArrowException, IndexError, KeyError):
+        return None
+
+
+def measure(
+    title: str,
+    trajectories: Mapping[str, Sequence[Checkpoint]],
+    config: MeasureConfig,
+    corpus: Path,
+    folder: Path,
+    workers: int,
+) -> pd.DataFrame:
+    """Measure every checkpoint of every trajectory; the tidy table, one row per (run, checkpoint, quantizer).
+
+    Args:
+        trajectories: checkpoints by run name, wherever they came from.
+        folder: keeps ``rows/`` (one file per row) and the finished ``table.parquet`` with per-sequence losses.
+
+    Returns:
+        The table without per-sequence losses, full-precision rows (``method`` "none") included.
+    """
+    points = [(run, c) for run, cs in trajectories.items() for c in cs]
+    rows = folder / "rows"
+    with progress.watched():
+        progress.announce(f"measure {title}: {len(points)} checkpoints", len(points), "ckpt")
+        keys = fanout.run(
+            [
+                fanout.Task(
+                    key=f"{run}/{c.name}",
+                    function=measure_checkpoint,
+                    args=(c, config, corpus, rows),
+                    log=folder / f"{run}-{c.name}.error.txt",
+                    memory_gib=1.5,
+                )
+                for run, c in points
+            ],
+            workers,
+        )
+    records = []
+    for run, c in points:
+        for key in keys[f"{run}/{c.name}"]:
+            row = read_row(rows / f"{key}.parquet")
+            if row is None:
+                raise UserError(f"{rows / key}.parquet: a row vanished while measuring; run the same command again")
+            records.append({"run": run, "key": key} | row)
+    table = pd.DataFrame(records)
+    with atomic_file(folder / "table.parquet") as tmp:
+        table.to_parquet(tmp, index=False)
+    return table.drop(columns="losses")
+
+
+def write_csv(table: pd.DataFrame, path: Path) -> None:
+    """A table small enough for git: 7 significant digits, one row per line."""
+    write_text(path, table.to_csv(index=False, float_format="%.7g"))
