@@ -301,7 +301,7 @@ def _capture(
 
 
 def _run(block: nn.Module, hidden: Tensor, batch: Batch, index: int) -> Tensor:
-    args, kwargs = batch.arguments[0]
+    args, kwargs = batch.arguments[index]
     device = next(block.parameters()).device  # hidden states of a large model may lie elsewhere
     out = block(hidden[batch.rows].to(device), *args, **kwargs)
     out = out[0] if isinstance(out, tuple) else out

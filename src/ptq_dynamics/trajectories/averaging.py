@@ -22,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..core.errors import UserError
-from ..core.files import atomic_dir, write_json
+from ..core.files import atomic_dir, sha256_file, write_json
+from .checkpoints import META, WEIGHTS, read
 from .hub import TOKENIZER_FILES
 
 GROUP_BYTES = 256 * 2**20  # of accumulators at a time
@@ -137,7 +138,8 @@ def average(
     """Weighted mean of checkpoint folders, written as a normal checkpoint folder with its recipe in it.
 
     Each stored tensor is averaged once, so a tied embedding stays tied; integer and boolean tensors are
-    taken from the last member, as are config, tokenizer and the layout of the weight files.
+    taken from the last member, as are config, tokenizer and the layout of the weight files. Where that member
+    is one of our own checkpoints, so is the average (phase ``average``, tokens and step of that member).
 
     Args:
         folders: checkpoints (safetensors or .bin, sharded or not) of one architecture.
@@ -190,6 +192,7 @@ def average(
                 {"metadata": {"total_size": total}, "weight_map": weight_map},
             )
         _copy_rest(folders[-1], tmp, dtype)
+        _describe(folders[-1], tmp)
         write_json(
             tmp / RECIPE,
             {
@@ -404,3 +407,11 @@ def _copy_rest(folder: Path, out: Path, dtype: torch.dtype | None) -> None:
         config = json.loads(path.read_text(encoding="utf-8"))
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
         write_json(path, config)
+
+
+def _describe(folder: Path, out: Path) -> None:
+    """The average's own ``checkpoint.json``, if its last member has one."""
+    if (folder / META).is_file() and (out / WEIGHTS).is_file():
+        last = read(folder)
+        meta = {"step": last.step, "tokens": last.tokens, "lr": None, "phase": "average", "parent": None}
+        write_json(out / META, {**meta, "weights_sha256": sha256_file(out / WEIGHTS), "state_sha256": None})

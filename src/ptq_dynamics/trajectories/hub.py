@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import hashlib
 import json
 import re
 import shutil
@@ -280,6 +281,19 @@ def needed_files(paths: Iterable[str], *, tokenizer: bool = False, remote_code: 
     if remote_code:
         keep += [p for p in top if p.endswith(".py")]
     return keep
+
+
+def weights_id(folder: Path) -> str:
+    """What names the weights in ``folder``: SHA-256 of the one weight file, or over those of all shards in order.
+
+    Files in the Hub's cache are named by their SHA-256 already, so they are not read.
+    """
+    names = needed_files(p.name for p in folder.iterdir())
+    hashes = []
+    for name in sorted(n for n in names if n.endswith((".safetensors", ".bin"))):
+        real = (folder / name).resolve()
+        hashes.append(real.name if re.fullmatch(r"[0-9a-f]{64}", real.name) else sha256_file(real))
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
