@@ -9,7 +9,7 @@ from .errors import UserError
 
 
 def root() -> Path:
-    """The repository root: ``$PTQ_DYNAMICS_ROOT``, or the nearest folder upward that holds params.yaml.
+    """The repository root: ``$PTQ_DYNAMICS_ROOT``, or the nearest folder upward that holds dvc.yaml and conf/.
 
     Raises:
         UserError: there is none.
@@ -18,9 +18,9 @@ def root() -> Path:
         return Path(env).resolve()
     here = Path.cwd().resolve()
     for folder in (here, *here.parents):
-        if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
+        if (folder / "dvc.yaml").is_file() and (folder / "conf").is_dir():
             return folder
-    raise UserError(f"{here}: no params.yaml here or above; run inside the repository or set PTQ_DYNAMICS_ROOT")
+    raise UserError(f"{here}: no dvc.yaml and conf/ here or above; run inside the repository or set PTQ_DYNAMICS_ROOT")
 
 
 def params_file() -> Path:
@@ -64,7 +64,13 @@ def figures() -> Path:
 
 
 def claims() -> Path:
+    """One file of judged claims per finding."""
     return root() / "reports" / "claims"
+
+
+def metrics() -> Path:
+    """Key numbers per finding, for ``dvc metrics``."""
+    return root() / "reports" / "metrics"
 
 
 def notebooks() -> Path:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import torch
 from pydantic import Field
 
-from ..core import fanout, progress, provenance
+from ..core import devices, fanout, paths, progress, provenance
 from ..core.config import asdict, config_dataclass, digest
 from ..core.errors import UserError
 from ..core.files import atomic_file, write_text
@@ -22,6 +22,7 @@ from ..corpus.tokens import TokenSet
 from ..models import neox
 from ..quantization.quantizer import quantize, restore, snapshot
 from ..quantization.spec import QuantSpec
+from ..training.study import Study, expand, training_curves, trajectory
 from ..trajectories import checkpoints
 from ..trajectories.checkpoints import Checkpoint
 from .intervals import paired_bootstrap
@@ -62,8 +63,8 @@ class MeasureConfig:
     calibration: CalibrationText
     quantizers: Annotated[tuple[QuantSpec, ...], Field(min_length=1)]
     precision: Precision = "bf16"  # of the matrix products of every evaluation, base and quantized alike
-    device: str = "cpu"
-    compile: bool = True
+    device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
+    compile: bool = True  # torch.compile where a compiler is found
 
 
 def row_key(checkpoint: Checkpoint, spec: QuantSpec | None, config: MeasureConfig, texts: Mapping[str, str]) -> str:
@@ -118,7 +119,8 @@ def _measure_missing(
     calib = calibration.calibration(
         config.calibration.sequences, config.calibration.length, config.calibration.seed
     )
-    model = checkpoints.load_model(checkpoint).to(config.device)
+    device = devices.pick(config.device)
+    model = checkpoints.load_model(checkpoint).to(device)
     compiled = config.compile and neox.can_compile()
 
     def evaluate() -> np.ndarray:
@@ -131,7 +133,8 @@ def _measure_missing(
         "lr": checkpoint.lr,
         "phase": checkpoint.phase,
         "weights_id": checkpoint.weights_id,
-        "precision": config.precision,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "compute_dtype": config.precision,
         "evaluation_set": config.evaluation.set,
         "evaluation_id": evaluation.id,
         "evaluation_tokens": blocks.shape[0] * config.evaluation.length,
@@ -152,7 +155,7 @@ def _measure_missing(
             continue
         start = time.perf_counter()
         calibrated = spec.method != "rtn"
-        done = quantize(model, torch.from_numpy(calib).to(config.device) if calibrated else None, spec)
+        done = quantize(model, torch.from_numpy(calib).to(device) if calibrated else None, spec)
         quantized = evaluate()
         row = shared | {
             **asdict(spec),
@@ -250,6 +253,24 @@ def measure(
     return table.drop(columns="losses")
 
 
+def measure_study(name: str, study: Study, config: MeasureConfig, workers: int) -> pd.DataFrame:
+    """Measure every run of a finished study; writes its tables for git and returns the measurements.
+
+    Writes ``reports/tables/measurements-<name>.csv`` (one row per checkpoint and quantizer, with the run's labels)
+    and ``reports/tables/training-<name>.csv`` (loss and learning rate along each run, thinned).
+    """
+    corpus = paths.corpus()
+    runs = expand(study, TokenSet.open(corpus, "train").id)
+    found = {r.name: trajectory(name, r) for r in runs}
+    table = measure(name, found, config, corpus, paths.measurements(name), workers)
+    labels = pd.DataFrame([r.labels() for r in runs])
+    table = labels.merge(table.drop(columns=["versions", "key"]), on="run")
+    write_csv(table, paths.tables() / f"measurements-{name}.csv")
+    write_csv(training_curves(name, runs, points=100), paths.tables() / f"training-{name}.csv")
+    return table
+
+
 def write_csv(table: pd.DataFrame, path: Path) -> None:
-    """A table small enough for git: 7 significant digits, one row per line."""
-    write_text(path, table.to_csv(index=False, float_format="%.7g"))
+    """A table small enough for git: 7 significant digits, one row per line, hashes shortened."""
+    short = {c: table[c].str[:12] for c in table.columns if c.endswith("_id") and table[c].dtype == object}
+    write_text(path, table.assign(**short).to_csv(index=False, float_format="%.7g"))

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from pydantic import Field, model_validator
 
-from ..core import progress, provenance
+from ..core import devices, progress, provenance
 from ..core.config import asdict, config_dataclass, digest
 from ..core.errors import UserError
 from ..core.files import read_json, write_json, write_text
@@ -70,7 +70,7 @@ class RunConfig:
 class Machine:
     """How a run is executed; nothing here changes what it computes beyond rounding."""
 
-    device: str = "cpu"  # "cpu", "cuda", "cuda:1"
+    device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
     micro_batch: Annotated[int, Field(ge=1)] | None = None  # sequences at once; None: all
     compile: bool = True  # torch.compile where a compiler is found
     log_every: Annotated[int, Field(ge=1)] = 20  # updates per row of metrics.csv
@@ -116,7 +116,8 @@ def train(config: RunConfig, folder: Path, corpus: Path, machine: Machine, paren
         progress.report(str(folder), total - begin * config.tokens_per_step, resumed=True)
         return key
 
-    model = neox.build(config.model, train_set.vocab_size, config.seed).to(machine.device)
+    device = devices.pick(machine.device)
+    model = neox.build(config.model, train_set.vocab_size, config.seed).to(device)
     compiled = machine.compile and neox.can_compile()
     learner = Learner(model, config.optimizer, config.precision, compiled)
     resume = folder / "resume"
@@ -153,7 +154,7 @@ def train(config: RunConfig, folder: Path, corpus: Path, machine: Machine, paren
     while step < config.schedule.steps:
         lr = lr_at(config.schedule, step)
         tokens = train_set.batch(config.seed, step, config.sequences, config.model.context)
-        batch = torch.from_numpy(tokens).to(machine.device, non_blocking=True)
+        batch = torch.from_numpy(tokens).to(device, non_blocking=True)
         loss, norm = learner.update(batch, lr, machine.micro_batch or config.sequences)
         losses.append(loss)
         norms.append(norm)

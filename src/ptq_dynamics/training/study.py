@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import pandas as pd
 from pydantic import Field
 
@@ -267,12 +268,17 @@ def _record(run: Run, folder: Path) -> dict[str, object]:
     }
 
 
-def training_curves(study_name: str, runs: list[Run]) -> pd.DataFrame:
-    """The metrics logs of ``runs``, one row per logged step, with each run's labels."""
+def training_curves(study_name: str, runs: list[Run], points: int) -> pd.DataFrame:
+    """The metrics logs of ``runs``: about ``points`` rows each (loss averaged between them), with run and seed."""
     parts = []
     for r in runs:
-        log = pd.read_csv(paths.runs(study_name) / r.name / loop.METRICS)
-        parts.append(log.assign(**r.labels()))
+        log = pd.read_csv(paths.runs(study_name) / r.name / loop.METRICS).drop(columns="seconds")
+        every = max(1, len(log) // points)
+        part = np.arange(len(log))[::-1] // every  # counted from the end, so that the last row is the last step
+        thin = log.groupby(part).agg(
+            {"step": "last", "tokens": "last", "lr": "last", "loss": "mean", "grad_norm": "mean"}
+        )
+        parts.append(thin.iloc[::-1].assign(run=r.name, member=r.member, seed=r.config.seed))
     return pd.concat(parts, ignore_index=True)
 
 
