@@ -45,9 +45,8 @@ class Claim:
     @property
     def rule(self) -> str:
         """The rule in words."""
-        span = " and ".join(
-            [f"at least {self.low:g}"] * (self.low is not None) + [f"at most {self.high:g}"] * (self.high is not None)
-        )
+        bounds = (("at least", self.low), ("at most", self.high))
+        span = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
         text = f"supported if the whole 95 % interval is {span}; contradicted if all of it is not; else inconclusive"
         return text + (f"; and contradicted unless {self.provided}" if self.provided else "")
 
