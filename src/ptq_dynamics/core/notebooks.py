@@ -26,6 +26,7 @@ def run(name: str, out: Path, parameters: Mapping[str, Any]) -> None:
     """
     import papermill
     from papermill.exceptions import PapermillExecutionError
+    from traitlets.config import Config
 
     folder = paths.notebooks()
     one_of(name, {p.stem for p in folder.glob("*.ipynb")}, "notebook")
@@ -44,6 +45,8 @@ def run(name: str, out: Path, parameters: Mapping[str, Any]) -> None:
             papermill.execute_notebook(
                 str(source), str(tmp), dict(parameters), kernel_name="python3", progress_bar=False,
                 cwd=str(paths.root()), log_output=False,
+                # sockets in the file system, not TCP ports that others on the machine can read
+                config=Config(KernelManager={"transport": "ipc"}),
             )  # fmt: skip
         except PapermillExecutionError as e:
             failed.write_bytes(tmp.read_bytes())

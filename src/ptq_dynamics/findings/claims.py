@@ -57,6 +57,16 @@ def rules() -> dict[str, Claim]:
     return load(dict[str, Claim], read_yaml(path), path.name)
 
 
+def number(x: float) -> float | None:
+    """Six digits, and None for what is not finite (JSON has no NaN)."""
+    return float(f"{x:.6g}") if math.isfinite(x) else None
+
+
+def plain(e: Estimate) -> dict[str, float | None]:
+    """An estimate for the ``details`` of an entry."""
+    return {"value": number(e.value), "low": number(e.low), "high": number(e.high)}
+
+
 def geometric(values: Sequence[float]) -> Estimate:
     """Geometric mean of a ratio over independent runs, with the t interval of its logarithm."""
     e = over_seeds(np.log(np.asarray(values, dtype=float)))
@@ -85,9 +95,6 @@ def entry(
     """A ledger entry (design contract 8); ``verdicts=False`` (a profile too small to judge) is inconclusive."""
     known = rules()
     claim = known[one_of(id, known, "claim")]
-
-    def number(x: float) -> float | None:
-        return float(f"{x:.6g}") if math.isfinite(x) else None
 
     return {
         "id": id,

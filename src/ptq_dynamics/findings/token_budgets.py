@@ -13,7 +13,6 @@ from matplotlib.lines import Line2D
 from ..core import paths
 from ..core.config import read_yaml
 from ..core.files import write_json, write_text
-from ..evaluation.intervals import Estimate
 from . import claims, style
 
 NAME = "token_budgets"
@@ -89,17 +88,17 @@ def judge(table: pd.DataFrame, verdicts: bool) -> list[dict[str, Any]]:
     for id, statistic in (("C1", plateau_growth), ("C2", cooldown_ratio), ("C3", budget_growth)):
         estimate = claims.geometric(list(statistic(errors(table, PRIMARY)).values()))
         details: dict[str, Any] = {
-            f"{method} {bits} bit": _plain(claims.geometric(list(statistic(errors(table, bits, method)).values())))
+            f"{method} {bits} bit": claims.plain(claims.geometric(list(statistic(errors(table, bits, method)).values())))
             for method in ("gptq", "rtn")
             for bits in BITS
             if (bits != PRIMARY or method == "rtn") and len(errors(table, bits, method))
         }
-        details["per seed"] = {str(k): float(f"{v:.6g}") for k, v in statistic(errors(table, PRIMARY)).items()}
+        details["per seed"] = {str(k): claims.number(v) for k, v in statistic(errors(table, PRIMARY)).items()}
         provided = True
         if id == "C2":
             change = loss_change(errors(table, PRIMARY))
             details["largest change of loss, nats, per seed"] = {
-                str(k): float(f"{v:.6g}") for k, v in change.items()
+                str(k): claims.number(v) for k, v in change.items()
             }
             provided = all(v < 0 for v in change.values())
         if id == "C3":
@@ -107,16 +106,9 @@ def judge(table: pd.DataFrame, verdicts: bool) -> list[dict[str, Any]]:
             late = errors(table, PRIMARY)
             if cooldown_ends(late).query("tokens >= @least")["tokens"].nunique() > 1:
                 values = budget_growth(late, least).values()
-                details["budgets of at least 60 tokens per parameter"] = _plain(claims.geometric(list(values)))
+                details["budgets of at least 60 tokens per parameter"] = claims.plain(claims.geometric(list(values)))
         out.append(claims.entry(id, estimate, seeds, scale, details, provided=provided, verdicts=verdicts))
     return out
-
-
-def _plain(e: Estimate) -> dict[str, float | None]:
-    def number(x: float) -> float | None:
-        return float(f"{x:.6g}") if np.isfinite(x) else None
-
-    return {"value": number(e.value), "low": number(e.low), "high": number(e.high)}
 
 
 def figure(table: pd.DataFrame, training: pd.DataFrame) -> Figure:
