@@ -1,0 +1,147 @@
+"""`dvc repro` itself, on a copy of the repository with toy sizes: what runs, what is skipped, what is rebuilt."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import toy
+from ruamel.yaml import YAML
+
+REPOSITORY = Path(__file__).parent.parent
+STAGES = ["corpus", "pretrain@token_budgets", "measure@token_budgets", "finding_token_budgets", "claims"]
+
+
+def environment(root: Path) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PTQ_", "GIT_"))}
+    names = ("AUTHOR_NAME", "AUTHOR_EMAIL", "COMMITTER_NAME", "COMMITTER_EMAIL")
+    return clean | {"PATH": path, "PYTHONPATH": str(root / "src"), "DVC_NO_ANALYTICS": "1", "OMP_NUM_THREADS": "1"} | {
+        f"GIT_{n}": "test" for n in names
+    }  # fmt: skip
+
+
+def call(root: Path, *command: str, code: int = 0) -> str:
+    done = subprocess.run(command, cwd=root, env=environment(root), capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def repro(root: Path, *options: str, code: int = 0) -> list[str]:
+    """Stages that `dvc repro` ran, in order."""
+    out = call(root, "dvc", "repro", *options, code=code)
+    return [line.split("'")[1] for line in out.splitlines() if line.startswith("Running stage")]
+
+
+def params(root: Path, **changes: object) -> None:
+    study = {**toy.STUDY, "seeds": [0], **changes}
+    data = {
+        "profile": "toy",
+        "workers": 1,
+        "machine": {"device": "cpu", "compile": False},
+        "corpus": toy.CORPUS,
+        "studies": {"token_budgets": study},
+        "measure": toy.MEASURE | {"quantizers": [{"method": "gptq", "bits": b, "group_size": 16} for b in (4, 3)]},
+        "verdicts": False,
+    }
+    with open(root / "params.yaml", "w") as f:
+        YAML().dump(data, f)
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory) -> Path:
+    """A copy of what git tracks, committed anew, after one whole `dvc repro`."""
+    root = tmp_path_factory.mktemp("pipeline") / "repository"
+    root.mkdir()
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    for name in listed.stdout.split("\0"):
+        if name and not name.startswith(("tests/", "reports/")) and name != "dvc.lock" and (REPOSITORY / name).is_file():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes((REPOSITORY / name).read_bytes())
+    toy.write_text(root)
+    params(root)
+    call(root, "git", "init", "-q")
+    assert repro(root) == STAGES
+    call(root, "git", "add", "-A")
+    call(root, "git", "commit", "-qm", "results")
+    return root
+
+
+def test_everything_is_written(pipeline):
+    assert {e["id"] for e in json.loads((pipeline / "reports/claims.json").read_text())} >= {"C1", "C2", "C3"}
+    for name in ("figures/token_budgets.png", "figures/token_budgets.pdf", "tables/measurements-token_budgets.csv"):
+        assert (pipeline / "reports" / name).stat().st_size > 500
+    executed = json.loads((pipeline / "reports/notebooks/finding_token_budgets.ipynb").read_text())
+    assert any(c.get("outputs") for c in executed["cells"])
+    assert call(pipeline, "git", "status", "--porcelain") == ""  # what is large or changes by itself is ignored
+
+
+def test_second_run_does_nothing(pipeline):
+    assert repro(pipeline) == []
+
+
+def test_touching_a_finding_reruns_it_alone(pipeline):
+    file = pipeline / "src/ptq_dynamics/findings/token_budgets.py"
+    file.write_text(file.read_text() + "\n# touched\n")
+    assert repro(pipeline) == ["finding_token_budgets"]
+
+
+def test_one_more_seed_trains_that_seed_alone(pipeline):
+    runs = pipeline / "data/runs/token_budgets"
+    rows = pipeline / "data/measurements/token_budgets/rows"
+    before = {p: p.stat().st_mtime_ns for folder in (runs, rows) for p in folder.rglob("*") if p.is_file()}
+    params(pipeline, seeds=[0, 5])
+    ran = repro(pipeline)
+    assert ran == STAGES[1:]
+    after = {p: p.stat().st_mtime_ns for folder in (runs, rows) for p in folder.rglob("*") if p.is_file()}
+    assert {p: after[p] for p in before} == before
+    new = {p.relative_to(runs).parts[0] for p in set(after) - set(before) if runs in p.parents}
+    assert new == {"trunk-seed5", "trunk-cooldown-1920-seed5", "trunk-cooldown-3840-seed5"} or all(
+        n.endswith("-seed5") for n in new
+    )
+    assert len(set(after) - set(before)) > 0
+
+
+def test_clone_without_checkpoints_rebuilds_from_tables(pipeline, tmp_path):
+    call(pipeline, "git", "add", "-A")
+    call(pipeline, "git", "commit", "-qm", "two seeds", "--allow-empty")
+    clone = tmp_path / "clone"
+    call(pipeline, "git", "clone", "-q", str(pipeline), str(clone))
+    assert not (clone / "data/runs").exists()
+    figure = clone / "reports/figures/token_budgets.png"
+    drawn = figure.read_bytes()
+    figure.unlink()
+    file = clone / "src/ptq_dynamics/findings/token_budgets.py"
+    file.write_text(file.read_text() + "\n# touched in the clone\n")
+    assert repro(clone, "--allow-missing") == ["finding_token_budgets"]
+    assert figure.read_bytes() == drawn
+
+
+def test_unknown_parameter_of_a_notebook_is_an_error(pipeline):
+    out = call(pipeline, sys.executable, "-m", "ptq_dynamics", "run", "claims", "-p", "findins=[]", code=2)
+    assert out.strip().splitlines()[-1].startswith("ptq-dynamics: claims.ipynb: unknown parameter 'findins'")
+    assert "did you mean 'findings'?" in out
+
+
+def test_misspelled_key_stops_before_any_work(pipeline):
+    text = (pipeline / "params.yaml").read_text()
+    try:
+        (pipeline / "params.yaml").write_text(text.replace("workers:", "wokers:"))
+        out = call(pipeline, sys.executable, "-m", "ptq_dynamics", "run", "claims", code=2)
+    finally:
+        (pipeline / "params.yaml").write_text(text)
+    (line,) = out.strip().splitlines()
+    assert line.startswith("ptq-dynamics: params.yaml: unknown key 'wokers'; did you mean 'workers'?")
+
+
+def test_committed_params_are_the_mini_profile(pipeline):
+    (pipeline / "params.yaml").rename(pipeline / "params.kept.yaml")
+    try:
+        call(pipeline, sys.executable, "-m", "ptq_dynamics", "profile", "mini")
+        assert (pipeline / "params.yaml").read_text() == (REPOSITORY / "params.yaml").read_text()
+    finally:
+        (pipeline / "params.kept.yaml").rename(pipeline / "params.yaml")
