@@ -26,7 +26,9 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def call(root: Path, *command: str, code: int = 0) -> str:
-    done = subprocess.run(command, cwd=root, env=environment(root), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=root, env=environment(root), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -45,7 +47,8 @@ def params(root: Path, **changes: object) -> None:
         "machine": {"device": "cpu", "compile": False},
         "corpus": toy.CORPUS,
         "studies": {"token_budgets": study},
-        "measure": toy.MEASURE | {"quantizers": [{"method": "gptq", "bits": b, "group_size": 16} for b in (4, 3)]},
+        "measure": toy.MEASURE
+        | {"quantizers": [{"method": "gptq", "bits": b, "group_size": 16} for b in (4, 3)]},
         "verdicts": False,
     }
     with open(root / "params.yaml", "w") as f:
@@ -57,9 +60,16 @@ def pipeline(tmp_path_factory) -> Path:
     """A copy of what git tracks, committed anew, after one whole `dvc repro`."""
     root = tmp_path_factory.mktemp("pipeline") / "repository"
     root.mkdir()
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
     for name in listed.stdout.split("\0"):
-        if name and not name.startswith(("tests/", "reports/")) and name != "dvc.lock" and (REPOSITORY / name).is_file():
+        if (
+            name
+            and not name.startswith(("tests/", "reports/"))
+            and name != "dvc.lock"
+            and (REPOSITORY / name).is_file()
+        ):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes((REPOSITORY / name).read_bytes())
     toy.write_text(root)
@@ -73,11 +83,17 @@ def pipeline(tmp_path_factory) -> Path:
 
 def test_everything_is_written(pipeline):
     assert {e["id"] for e in json.loads((pipeline / "reports/claims.json").read_text())} >= {"C1", "C2", "C3"}
-    for name in ("figures/token_budgets.png", "figures/token_budgets.pdf", "tables/measurements-token_budgets.csv"):
+    for name in (
+        "figures/token_budgets.png",
+        "figures/token_budgets.pdf",
+        "tables/measurements-token_budgets.csv",
+    ):
         assert (pipeline / "reports" / name).stat().st_size > 500
     executed = json.loads((pipeline / "reports/notebooks/finding_token_budgets.ipynb").read_text())
     assert any(c.get("outputs") for c in executed["cells"])
-    assert call(pipeline, "git", "status", "--porcelain") == ""  # what is large or changes by itself is ignored
+    assert (
+        call(pipeline, "git", "status", "--porcelain") == ""
+    )  # what is large or changes by itself is ignored
 
 
 def test_second_run_does_nothing(pipeline):
@@ -100,10 +116,7 @@ def test_one_more_seed_trains_that_seed_alone(pipeline):
     after = {p: p.stat().st_mtime_ns for folder in (runs, rows) for p in folder.rglob("*") if p.is_file()}
     assert {p: after[p] for p in before} == before
     new = {p.relative_to(runs).parts[0] for p in set(after) - set(before) if runs in p.parents}
-    assert new == {"trunk-seed5", "trunk-cooldown-1920-seed5", "trunk-cooldown-3840-seed5"} or all(
-        n.endswith("-seed5") for n in new
-    )
-    assert len(set(after) - set(before)) > 0
+    assert len(new) == 3 and all(n.endswith("-seed5") for n in new)  # a trunk and two branches
 
 
 def test_clone_without_checkpoints_rebuilds_from_tables(pipeline, tmp_path):

@@ -21,7 +21,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"ptq-dynamics: {e}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("ptq-dynamics: interrupted; finished work is kept, the same command goes on from it", file=sys.stderr)
+        print(
+            "ptq-dynamics: interrupted; finished work is kept, the same command goes on from it",
+            file=sys.stderr,
+        )
         sys.exit(130)
 
 

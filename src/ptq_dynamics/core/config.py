@@ -43,27 +43,56 @@ def load(cls: type[T], data: Any, where: str) -> T:
     adapter = TypeAdapter(cls)
     try:
         # through JSON, so that strict mode takes YAML's lists for tuples and whole numbers for floats
-        return adapter.validate_json(json.dumps(data))
+        return adapter.validate_json(json.dumps(data, default=str))  # a date is told as text
     except pydantic.ValidationError as e:
         # a misspelled required key is both unknown and missing: tell the unknown one, it shows the typo
-        faults = e.errors(include_url=False)
-        first = min(faults, key=lambda f: f["type"] != "unexpected_keyword_argument")
-        key = ".".join(str(p) for p in first["loc"]) or "(top level)"
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        faults = [(_path(f, data), f) for f in e.errors(include_url=False)]
+        first = min(faults, key=lambda f: f[1]["type"] != "unexpected_keyword_argument")[0]
+        # of "one value or a list", each alternative has a fault: tell the one that lies deepest
+        path, first = max((f for f in faults if f[0][: len(first)] == first), key=lambda f: len(f[0]))
+        key = ".".join(path) or "(top level)"
+        others = {p for p, _ in faults if p != path[: len(p)]}
+        more = f" (and {len(others)} more)" if others else ""
         if first["type"] == "unexpected_keyword_argument":
-            near = _nearest(str(first["loc"][-1]), _field_names(adapter))
+            near = _nearest(path[-1], _known_keys(adapter.json_schema(), path[:-1]))
             raise UserError(f"{where}: unknown key '{key}'{near}{more}") from None
         if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
             raise UserError(f"{where}: key '{key}' is missing{more}") from None
-        got = "" if first["type"] == "value_error" else f", got {first['input']!r}"
+        shown = repr(first["input"])
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        got = "" if first["type"] == "value_error" else f", got {shown}"
         text = first["msg"].removeprefix("Value error, ")
         raise UserError(f"{where}: key '{key}': {text}{got}{more}") from None
 
 
-def _field_names(adapter: TypeAdapter[Any]) -> set[str]:
-    schema = adapter.json_schema()
-    parts = [schema, *schema.get("$defs", {}).values()]
-    return {name for part in parts for name in part.get("properties", {})}
+def _path(fault: Any, data: Any) -> tuple[str, ...]:
+    """Where in ``data`` a fault lies: pydantic's location without the names of a union's alternatives."""
+    path = []
+    for part in fault["loc"]:
+        inside = part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int)
+        if inside:
+            data = data[part]
+        if inside or (part == fault["loc"][-1] and "missing" in fault["type"]):
+            path.append(str(part))
+    return tuple(path)
+
+
+def _known_keys(schema: dict[str, Any], path: tuple[str, ...]) -> set[str]:
+    """The keys that a JSON schema allows at ``path``, those of all alternatives together."""
+
+    def alternatives(node: dict[str, Any]) -> list[dict[str, Any]]:
+        if "$ref" in node:
+            return alternatives(schema["$defs"][node["$ref"].rpartition("/")[2]])
+        inner = [*node.get("anyOf", []), *node.get("oneOf", [])]
+        return [a for n in inner for a in alternatives(n)] if inner else [node]
+
+    nodes = alternatives(schema)
+    for part in path:
+        below = [
+            n.get("properties", {}).get(part, n.get("additionalProperties") or n.get("items")) for n in nodes
+        ]
+        nodes = [a for n in below if isinstance(n, dict) for a in alternatives(n)]
+    return {name for n in nodes for name in n.get("properties", {})}
 
 
 def _nearest(name: str, known: set[str]) -> str:

@@ -69,9 +69,8 @@ def _local(tasks: Sequence[Task]) -> dict[str, _Outcome]:
 
 def _dask(tasks: Sequence[Task], workers: int) -> dict[str, _Outcome]:
     import dask
-    from distributed import Client, KilledWorker, LocalCluster
+    from distributed import Client, LocalCluster
 
-    budget = _memory_gib()
     env = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")}
     if path := os.environ.get(progress.ENV):
         env[progress.ENV] = path
@@ -83,29 +82,37 @@ def _dask(tasks: Sequence[Task], workers: int) -> dict[str, _Outcome]:
         "distributed.scheduler.worker-ttl": None,
         "distributed.worker.daemon": False,
     }
-    n = max(1, min(workers, len(tasks)))
+    n = side_by_side(tasks, workers, _memory_gib())
     with dask.config.set(settings):
         for name in ("distributed", "distributed.nanny", "distributed.scheduler", "distributed.worker"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         cluster = LocalCluster(
-            n_workers=n, threads_per_worker=1, processes=True, memory_limit=None, dashboard_address=None,
-            resources={"memory_mib": int(budget * 1024 / n)},
+            n_workers=n, threads_per_worker=1, processes=True, memory_limit=None, dashboard_address=None
         )  # fmt: skip
         with cluster, Client(cluster) as client:
-            futures: dict[str, Any] = {}
-            for t in tasks:
-                need = {"memory_mib": min(int(t.memory_gib * 1024), int(budget * 1024 / n))}
-                futures[t.key] = client.submit(
-                    _guarded, t, *(futures[k] for k in t.after),
-                    key=t.key, retries=0, resources=need, pure=False, priority=-len(futures),
-                )  # fmt: skip
-            outcomes = {}
-            for t in tasks:
-                try:
-                    outcomes[t.key] = futures[t.key].result()
-                except KilledWorker:
-                    outcomes[t.key] = _Outcome(error="its worker died three times (out of memory?)")
+            outcomes = _feed(client, tasks, n)
         logging.getLogger("distributed").setLevel(quiet)
+    return {t.key: outcomes[t.key] for t in tasks}
+
+
+def _feed(client: Any, tasks: Sequence[Task], n: int) -> dict[str, _Outcome]:
+    """Keep ``n`` tasks under way, one per worker: Dask blames a worker's death on all that it was given."""
+    from distributed import KilledWorker, wait
+
+    outcomes: dict[str, _Outcome] = {}
+    waiting, running = list(tasks), {}
+    while waiting or running:
+        for t in [t for t in waiting if all(k in outcomes for k in t.after)][: n - len(running)]:
+            waiting.remove(t)
+            before = (outcomes[k] for k in t.after)
+            running[client.submit(_guarded, t, *before, key=t.key, retries=0, pure=False)] = t
+        wait(list(running), return_when="FIRST_COMPLETED")
+        for future in [f for f in running if f.done()]:
+            t = running.pop(future)
+            try:
+                outcomes[t.key] = future.result()
+            except KilledWorker:
+                outcomes[t.key] = _Outcome(error="its worker died three times (out of memory?)")
     return outcomes
 
 
@@ -113,6 +120,7 @@ def _guarded(task: Task, *before: _Outcome) -> _Outcome:
     """Run one task; what it raises becomes a value, so that the others go on."""
     if any(b.error for b in before):
         return _Outcome(error="not run, since what it starts from failed")
+    task.log.unlink(missing_ok=True)  # of a failure since mended
     try:
         return _Outcome(value=task.function(*task.args))
     except UserError as e:
@@ -120,6 +128,12 @@ def _guarded(task: Task, *before: _Outcome) -> _Outcome:
     except Exception as e:
         write_text(task.log, traceback.format_exc())
         return _Outcome(error=f"{type(e).__name__}: {e} (traceback in {task.log})")
+
+
+def side_by_side(tasks: Sequence[Task], workers: int, memory_gib: float) -> int:
+    """How many workers: not more than asked for, than there are tasks, or than fit ``memory_gib`` with the largest."""
+    fit = int(memory_gib / max(t.memory_gib for t in tasks))
+    return max(1, min(workers, len(tasks), fit))
 
 
 def _memory_gib() -> float:

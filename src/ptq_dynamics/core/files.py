@@ -93,6 +93,15 @@ def _umask() -> int:
     return mask
 
 
+def sweep(folder: Path) -> None:
+    """Delete what killed processes left in ``folder``; only for a folder that no other process writes to."""
+    for leftover in Path(folder).glob(TMP_MARK + "*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file's bytes, as hex."""
     with open(path, "rb") as f:

@@ -27,4 +27,3 @@ def section(cls: type[T], *keys: str) -> T:
         except UserError as e:
             raise UserError(f"{file.name}: {'.'.join(keys[:i]) or 'top level'}: {e}") from None
     return load(cls, data, f"{file.name}: {'.'.join(keys)}")
-

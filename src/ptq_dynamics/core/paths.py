@@ -20,7 +20,9 @@ def root() -> Path:
     for folder in (here, *here.parents):
         if (folder / "dvc.yaml").is_file() and (folder / "conf").is_dir():
             return folder
-    raise UserError(f"{here}: no dvc.yaml and conf/ here or above; run inside the repository or set PTQ_DYNAMICS_ROOT")
+    raise UserError(
+        f"{here}: no dvc.yaml and conf/ here or above; run inside the repository or set PTQ_DYNAMICS_ROOT"
+    )
 
 
 def params_file() -> Path:

@@ -19,7 +19,12 @@ Precision = Literal["bf16", "fp32"]
 
 @torch.no_grad()
 def sequence_losses(
-    model: PreTrainedModel, blocks: np.ndarray, *, precision: Precision, batch: int = 16, compiled: bool = False
+    model: PreTrainedModel,
+    blocks: np.ndarray,
+    *,
+    precision: Precision,
+    batch: int = 16,
+    compiled: bool = False,
 ) -> np.ndarray:
     """Mean next-token cross-entropy of each block, in nats per token.
 
@@ -65,8 +70,14 @@ def _forward(model: PreTrainedModel, precision: Precision, compiled: bool) -> Ca
         return lambda tokens: lean(params, low, tokens, rotation(tokens.shape[1] - 1, tokens.device))
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = model.to(dtype)
-    return lambda tokens: _token_losses(model(tokens[:, :-1], use_cache=False).logits, tokens)
+    # copies, since the model itself is quantized later from the weights that it was loaded with
+    low = {n: p.detach().to(dtype) for n, p in model.named_parameters()}
+
+    def losses(tokens: torch.Tensor) -> torch.Tensor:
+        out = torch.func.functional_call(model, low, tokens[:, :-1], {"use_cache": False})
+        return _token_losses(out.logits, tokens)
+
+    return losses
 
 
 @functools.cache
@@ -82,4 +93,6 @@ def _lean(shape: neox.Shape, compiled: bool) -> Callable[..., torch.Tensor]:
 
 def _token_losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     labels = tokens[:, 1:]
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view(
+        labels.shape
+    )

@@ -17,7 +17,7 @@ from pydantic import Field
 from ..core import devices, fanout, paths, progress, provenance
 from ..core.config import asdict, config_dataclass, digest
 from ..core.errors import UserError
-from ..core.files import atomic_file, write_text
+from ..core.files import atomic_file, sweep, write_text
 from ..corpus.tokens import TokenSet
 from ..models import neox
 from ..quantization.quantizer import quantize, restore, snapshot
@@ -67,7 +67,9 @@ class MeasureConfig:
     compile: bool = True  # torch.compile where a compiler is found
 
 
-def row_key(checkpoint: Checkpoint, spec: QuantSpec | None, config: MeasureConfig, texts: Mapping[str, str]) -> str:
+def row_key(
+    checkpoint: Checkpoint, spec: QuantSpec | None, config: MeasureConfig, texts: Mapping[str, str]
+) -> str:
     """Hash of all that decides a row: weights, quantizer, both texts, dtype, code and library versions.
 
     Args:
@@ -127,11 +129,7 @@ def _measure_missing(
         return sequence_losses(model, blocks, precision=config.precision, compiled=compiled)
 
     shared = {
-        "checkpoint": checkpoint.name,
-        "step": checkpoint.step,
-        "tokens": checkpoint.tokens,
-        "lr": checkpoint.lr,
-        "phase": checkpoint.phase,
+        **_place(checkpoint),
         "weights_id": checkpoint.weights_id,
         "parameters": sum(p.numel() for p in model.parameters()),
         "compute_dtype": config.precision,
@@ -172,6 +170,12 @@ def _measure_missing(
         }
         restore(model, before)
         _write_row(rows / f"{keys[spec]}.parquet", row | {"seconds": time.perf_counter() - start})
+
+
+def _place(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Where on its run a checkpoint lies."""
+    c = checkpoint
+    return {"checkpoint": c.name, "step": c.step, "tokens": c.tokens, "lr": c.lr, "phase": c.phase}
 
 
 def _errors(base: np.ndarray, quantized: np.ndarray) -> dict[str, float]:
@@ -225,6 +229,8 @@ def measure(
     """
     points = [(run, c) for run, cs in trajectories.items() for c in cs]
     rows = folder / "rows"
+    sweep(rows)
+    sweep(folder)
     with progress.watched():
         progress.announce(f"measure {title}: {len(points)} checkpoints", len(points), "ckpt")
         keys = fanout.run(
@@ -245,8 +251,11 @@ def measure(
         for key in keys[f"{run}/{c.name}"]:
             row = read_row(rows / f"{key}.parquet")
             if row is None:
-                raise UserError(f"{rows / key}.parquet: a row vanished while measuring; run the same command again")
-            records.append({"run": run, "key": key} | row)
+                raise UserError(
+                    f"{rows / key}.parquet: a row vanished while measuring; run the same command again"
+                )
+            # equal weights share a row, wherever they lie
+            records.append({"run": run, "key": key} | row | _place(c))
     table = pd.DataFrame(records)
     with atomic_file(folder / "table.parquet") as tmp:
         table.to_parquet(tmp, index=False)
@@ -272,5 +281,6 @@ def measure_study(name: str, study: Study, config: MeasureConfig, workers: int) 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
     """A table small enough for git: 7 significant digits, one row per line, hashes shortened."""
-    short = {c: table[c].str[:12] for c in table.columns if c.endswith("_id") and table[c].dtype == object}
+    ids = [c for c in table.columns if c.endswith("_id")]
+    short = {c: table[c].map(lambda id: id[:12], na_action="ignore") for c in ids}
     write_text(path, table.assign(**short).to_csv(index=False, float_format="%.7g"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,20 +67,31 @@ def plain(e: Estimate) -> dict[str, float | None]:
     return {"value": number(e.value), "low": number(e.low), "high": number(e.high)}
 
 
-def geometric(values: Sequence[float]) -> Estimate:
-    """Geometric mean of a ratio over independent runs, with the t interval of its logarithm."""
-    e = over_seeds(np.log(np.asarray(values, dtype=float)))
+def mean(values: Iterable[float]) -> Estimate:
+    """Mean over independent runs with its t interval; NaN if there is none or one of them is NaN."""
+    values = np.asarray(list(values), dtype=float)
+    return over_seeds(values) if len(values) else Estimate(math.nan, math.nan, math.nan)
+
+
+def geometric(values: Iterable[float]) -> Estimate:
+    """Geometric mean of a ratio over independent runs, with the t interval of its logarithm; NaN as in ``mean``."""
+    values = np.asarray(list(values), dtype=float)
+    e = mean(np.log(np.where(values > 0, values, np.nan)))
     return Estimate(math.exp(e.value), math.exp(e.low), math.exp(e.high))
 
 
-def judge(claim: Claim, estimate: Estimate, provided: bool = True) -> Verdict:
-    """Apply the rule. An interval that is not finite (a single seed) decides nothing."""
-    if not provided:
-        return "contradicted"
+def judge(claim: Claim, estimate: Estimate, provided: bool | None = True) -> Verdict:
+    """Apply the rule. An interval that is not finite (a single seed) decides nothing.
+
+    Args:
+        provided: whether the rule's further condition holds; None if that cannot be told.
+    """
     low = -math.inf if claim.low is None else claim.low
     high = math.inf if claim.high is None else claim.high
-    if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
+    if provided is None or not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
         return "inconclusive"
+    if not provided:
+        return "contradicted"
     if low <= estimate.low and estimate.high <= high:
         return "supported"
     if estimate.high < low or estimate.low > high:
@@ -89,10 +100,11 @@ def judge(claim: Claim, estimate: Estimate, provided: bool = True) -> Verdict:
 
 
 def entry(
-    id: str, estimate: Estimate, seeds: int, scale: str, details: Mapping[str, Any], *, provided: bool = True,
+    id: str, estimate: Estimate, seeds: int, scale: str, details: Mapping[str, Any], *, provided: bool | None = True,
     verdicts: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """A ledger entry (design contract 8); ``verdicts=False`` (a profile too small to judge) is inconclusive."""
+    """A ledger entry (design contract 8); ``verdicts=False`` (a profile too small to judge, or a statistic that its
+    rule does not judge) is inconclusive."""
     known = rules()
     claim = known[one_of(id, known, "claim")]
 

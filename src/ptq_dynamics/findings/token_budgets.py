@@ -13,7 +13,8 @@ from matplotlib.lines import Line2D
 from ..core import paths
 from ..core.config import read_yaml
 from ..core.files import write_json, write_text
-from . import claims, style
+from . import claims, statistics, style
+from .statistics import errors, growth, log
 
 NAME = "token_budgets"
 PRIMARY = 4  # bits; the paper's numbers for C1 to C3 are 4-bit
@@ -22,17 +23,7 @@ BITS = (4, 3, 2)
 
 def read() -> tuple[pd.DataFrame, pd.DataFrame]:
     """Measurements and training curves of the study, from the tables in git."""
-    return tuple(pd.read_csv(paths.tables() / f"{kind}-{NAME}.csv") for kind in ("measurements", "training"))
-
-
-def errors(table: pd.DataFrame, bits: int, method: str = "gptq") -> pd.DataFrame:
-    """The rows of one quantizer."""
-    return table[(table["method"] == method) & (table["bits"] == bits)]
-
-
-def growth(x: np.ndarray, y: np.ndarray) -> float:
-    """Factor by which ``y`` grows when ``x`` grows by one: exp of the least-squares slope of ln y."""
-    return float(np.exp(np.polyfit(x, np.log(y), 1)[0]))
+    return statistics.read(NAME)
 
 
 def plateau_growth(rows: pd.DataFrame) -> dict[int, float]:
@@ -45,7 +36,7 @@ def plateau_growth(rows: pd.DataFrame) -> dict[int, float]:
 def cooldown_ratio(rows: pd.DataFrame) -> dict[int, float]:
     """C2, per seed: error at the end of a cooldown over that at its branch point, geometric mean over the cooldowns
     that begin in the last half of the trunk."""
-    return _per_seed(rows, "relative_error", lambda end, start: np.log(end / start), np.exp)
+    return _per_seed(rows, "relative_error", lambda end, start: log(end) - log(start), np.exp)
 
 
 def loss_change(rows: pd.DataFrame) -> dict[int, float]:
@@ -53,7 +44,9 @@ def loss_change(rows: pd.DataFrame) -> dict[int, float]:
     return _per_seed(rows, "ce_fp", lambda end, start: end - start, lambda x: x, np.max)
 
 
-def _per_seed(rows: pd.DataFrame, column: str, compare: Any, back: Any, fold: Any = np.mean) -> dict[int, float]:
+def _per_seed(
+    rows: pd.DataFrame, column: str, compare: Any, back: Any, fold: Any = np.mean
+) -> dict[int, float]:
     trunk = rows[rows["member"] == "trunk"].set_index(["seed", "tokens"])[column]
     ends = cooldown_ends(rows)
     late = ends[ends["branch_tokens"] >= rows.loc[rows["member"] == "trunk", "run_tokens"].max() / 2]
@@ -80,15 +73,14 @@ def budget_growth(rows: pd.DataFrame, least: float = 0.0) -> dict[int, float]:
 def judge(table: pd.DataFrame, verdicts: bool) -> list[dict[str, Any]]:
     """Ledger entries for C1, C2 and C3; the other bit widths and RTN as details."""
     seeds, parameters = table["seed"].nunique(), int(table["parameters"].iloc[0])
-    scale = (
-        f"GPTNeoX with {parameters:,} parameters, {table['run_tokens'].max() / 1e6:.1f}M tokens "
-        f"({table['run_tokens'].max() / parameters:.0f} per parameter), GPTQ {PRIMARY} bit"
-    )
+    scale = statistics.scale(table, f"GPTQ {PRIMARY} bit")
     out = []
     for id, statistic in (("C1", plateau_growth), ("C2", cooldown_ratio), ("C3", budget_growth)):
         estimate = claims.geometric(list(statistic(errors(table, PRIMARY)).values()))
         details: dict[str, Any] = {
-            f"{method} {bits} bit": claims.plain(claims.geometric(list(statistic(errors(table, bits, method)).values())))
+            f"{method} {bits} bit": claims.plain(
+                claims.geometric(list(statistic(errors(table, bits, method)).values()))
+            )
             for method in ("gptq", "rtn")
             for bits in BITS
             if (bits != PRIMARY or method == "rtn") and len(errors(table, bits, method))
@@ -106,7 +98,9 @@ def judge(table: pd.DataFrame, verdicts: bool) -> list[dict[str, Any]]:
             late = errors(table, PRIMARY)
             if cooldown_ends(late).query("tokens >= @least")["tokens"].nunique() > 1:
                 values = budget_growth(late, least).values()
-                details["budgets of at least 60 tokens per parameter"] = claims.plain(claims.geometric(list(values)))
+                details["budgets of at least 60 tokens per parameter"] = claims.plain(
+                    claims.geometric(list(values))
+                )
         out.append(claims.entry(id, estimate, seeds, scale, details, provided=provided, verdicts=verdicts))
     return out
 
@@ -123,7 +117,7 @@ def figure(table: pd.DataFrame, training: pd.DataFrame) -> Figure:
     ]
     fig, axes = plt.subplots(2, 2, figsize=(style.WIDTH, 4.8), sharex=True)
     budgets = sorted(table.loc[table["member"] == "cooldown", "branch_tokens"].unique())
-    colours = plt.get_cmap("viridis")(np.linspace(0.0, 0.88, len(budgets)))
+    colours = style.gradient(len(budgets))
     for i, (ax, (title, rows, y)) in enumerate(zip(axes.flat, panels, strict=False)):
         trunk = rows[rows["member"] == "trunk"]
         style.band(ax, trunk, y, color=style.TRUNK, marker="o", markersize=2.5, zorder=3)
@@ -132,7 +126,7 @@ def figure(table: pd.DataFrame, training: pd.DataFrame) -> Figure:
             joined = pd.concat([trunk[trunk["tokens"] == budget], branch])
             style.band(ax, joined, y, color=colour, marker="o", markersize=2.5, zorder=4)
         ax.set_ylabel(title)
-        ax.set_title(f"({'abcd'[i]})", loc="left", fontweight="bold")
+        style.letter(ax, i)
         if y == "pct":
             ax.set_ylim(0, None)
         style.overlay_rate(ax, training, label=i % 2 == 1)
@@ -141,7 +135,10 @@ def figure(table: pd.DataFrame, training: pd.DataFrame) -> Figure:
     for ax in axes[1]:
         ax.set_xlabel("training tokens (millions)")
     handles = [Line2D([], [], color=style.TRUNK, label="constant LR (trunk)")]
-    handles += [Line2D([], [], color=c, label=f"cooldown from {b / 1e6:.1f}M") for b, c in zip(budgets, colours, strict=True)]
+    handles += [
+        Line2D([], [], color=c, label=f"cooldown from {b / 1e6:.1f}M")
+        for b, c in zip(budgets, colours, strict=True)
+    ]
     handles.append(Line2D([], [], color=style.RATE, linestyle="--", linewidth=0.8, label="learning rate"))
     fig.legend(handles=handles, loc="outside lower center", ncol=4, frameon=False)
     return fig
@@ -175,7 +172,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
             for rank, budget in enumerate(sorted(ends["branch_tokens"].unique())):
                 start = 100 * trunk.loc[trunk["tokens"] == budget, "relative_error"]
                 end = ends[ends["branch_tokens"] == budget]
-                a, b = claims.over_seeds(start), claims.over_seeds(100 * end["relative_error"])
+                a, b = claims.mean(start), claims.mean(100 * end["relative_error"])
                 listed = paper["after_cooldown_4bit"] if method == "gptq" and bits == 4 else []
                 rows.append(
                     {
@@ -189,7 +186,9 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
                         "error after (%)": b.value,
                         "after, low": b.low,
                         "after, high": b.high,
-                        "paper, same rank of budget (%) [e]": 100 * listed[rank] if rank < len(listed) else None,
+                        "paper, same rank of budget (%) [e]": 100 * listed[rank]
+                        if rank < len(listed)
+                        else None,
                     }
                 )
     return pd.DataFrame(rows)
@@ -199,11 +198,10 @@ def report(verdicts: bool) -> tuple[Figure, pd.DataFrame, list[dict[str, Any]]]:
     """Everything this finding writes: figure, summary table, metrics and judged claims."""
     table, training = read()
     fig = figure(table, training)
-    style.save(fig, NAME)
-    write_text(paths.figures() / f"{NAME}.txt", caption(table) + "\n")
+    style.save(fig, NAME, caption(table))
     ours = summary(table)
     write_text(paths.tables() / f"{NAME}.csv", ours.to_csv(index=False, float_format="%.5g"))
     entries = judge(table, verdicts)
     claims.write(NAME, entries)
-    write_json(paths.metrics() / f"{NAME}.json", {e["id"]: e["value"] for e in entries})
+    write_json(paths.metrics() / f"{NAME}.json", statistics.flat({e["id"]: e["value"] for e in entries}))
     return fig, ours, entries

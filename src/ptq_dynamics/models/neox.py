@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,11 @@ class ModelConfig:
     def _divides(self) -> ModelConfig:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        head = self.width // self.heads
+        if head % 2 and int(head * self.rotary_fraction) == head:
+            raise ValueError(
+                f"rotary_fraction {self.rotary_fraction} needs an even width per head, not {head}"
+            )
         return self
 
 
@@ -93,7 +98,7 @@ class Shape:
     layers: int
     heads: int
     width: int
-    rotated: int  # dims of each head that are rotated
+    rotated: int  # dims of each head that are rotated (an odd number counts as the next even one, as in transformers)
     theta: float
     norm_eps: float
 
@@ -140,17 +145,19 @@ def lean_logits(
     """
     low = params if compute is None else compute
     b, t = ids.shape
-    heads, width, rotated = shape.heads, shape.width, shape.rotated
-    hd, half = width // heads, rotated // 2
+    heads, width = shape.heads, shape.width
+    hd, half = width // heads, (shape.rotated + 1) // 2
+    rotated = 2 * half
     cos, sin = rotation or shape.rotation(t, ids.device)
     dtype = low["gpt_neox.embed_in.weight"].dtype
-    eps = shape.norm_eps
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.layer_norm(x, (width,), params[name + ".weight"], params[name + ".bias"], eps).to(dtype)
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(x, low[name + ".weight"], low[name + ".bias"])
+
+    def after_norm(norm: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        # W(g∘x + b) + c = (W diag g) x + (W b + c): both branches of a block then read one normalised x, by one product
+        w, gain, shift = params[name + ".weight"], params[norm + ".weight"], params[norm + ".bias"]
+        return w * gain, (w * shift).sum(1) + params[name + ".bias"]
 
     def by_half(w: torch.Tensor) -> torch.Tensor:
         # Rows come as (head, q|k|v, dim). Put the halves that rotate into each other side by side for all heads,
@@ -163,18 +170,23 @@ def lean_logits(
     h = F.embedding(ids, params["gpt_neox.embed_in.weight"])
     for i in range(shape.layers):
         at = f"gpt_neox.layers.{i}."
-        qkv = at + "attention.query_key_value"
-        y = F.linear(norm(h, at + "input_layernorm"), by_half(low[qkv + ".weight"]), by_half(low[qkv + ".bias"]))
+        qkv, qkv_bias = after_norm(at + "input_layernorm", at + "attention.query_key_value")
+        up, up_bias = after_norm(at + "post_attention_layernorm", at + "mlp.dense_h_to_4h")
+        x = F.layer_norm(h, (width,), eps=shape.norm_eps).to(dtype)
+        y = F.linear(
+            x, torch.cat([by_half(qkv), up]).to(dtype), torch.cat([by_half(qkv_bias), up_bias]).to(dtype)
+        )
         n = 2 * heads * half
-        x1, x2, rest, v = y.split([n, n, 2 * width - 2 * n, width], -1)
+        x1, x2, rest, v, u = y.split([n, n, 2 * width - 2 * n, width, len(up)], -1)
         r1, r2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
         qk = torch.cat([p.to(dtype).view(b, t, 2 * heads, -1) for p in (r1, r2, rest)], -1)
         q, k = qk[:, :, :heads].transpose(1, 2), qk[:, :, heads:].transpose(1, 2)
         a = _attention(q, k, v.view(b, t, heads, hd).transpose(1, 2))
         a = linear(a.transpose(1, 2).reshape(b, t, width), at + "attention.dense")
-        m = F.gelu(linear(norm(h, at + "post_attention_layernorm"), at + "mlp.dense_h_to_4h"))
-        h = h + a + linear(m, at + "mlp.dense_4h_to_h")
-    return F.linear(norm(h, "gpt_neox.final_layer_norm"), low[head_name(params)])
+        h = h + a + linear(F.gelu(u), at + "mlp.dense_4h_to_h")
+    final = "gpt_neox.final_layer_norm"
+    x = F.layer_norm(h, (width,), params[final + ".weight"], params[final + ".bias"], shape.norm_eps)
+    return F.linear(x.to(dtype), low[head_name(params)])
 
 
 def head_name(params: Params) -> str:
@@ -186,19 +198,58 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
     """Causal attention ``[batch, heads, length, head dim]``."""
     if q.device.type == "cuda":
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    # On a CPU the backward of the fused kernel costs more than the plain products.
+    # On a CPU the backward of the fused kernel costs more than the plain products. The first half of the queries
+    # sees no key of the second half: a quarter of the square is never computed.
+    q = q * q.shape[-1] ** -0.5
     t = q.shape[2]
-    future = torch.full((t, t), -math.inf, device=q.device).triu(1)
-    scores = ((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)).float() + future
-    return scores.softmax(-1).to(v.dtype) @ v
+    out = []
+    for begin, end in ((0, t // 2), (t // 2, t)):
+        future = torch.full((end - begin, end), -math.inf, device=q.device).triu(1 + begin)
+        scores = (q[:, :, begin:end] @ k[:, :, :end].transpose(-1, -2)).float() + future
+        out.append(scores.softmax(-1).to(v.dtype) @ v[:, :, :end])
+    return torch.cat(out, 2)
 
 
 def cross_entropy(
-    shape: Shape, params: Params, tokens: torch.Tensor, compute: Params | None = None, rotation: Rotation | None = None
+    shape: Shape,
+    params: Params,
+    tokens: torch.Tensor,
+    compute: Params | None = None,
+    rotation: Rotation | None = None,
 ) -> torch.Tensor:
-    """Mean next-token cross-entropy in nats of ``tokens`` ``[batch, length + 1]``: labels are shifted once, here."""
+    """Mean next-token cross-entropy in nats of ``tokens`` ``[batch, length + 1]``: labels are shifted once, here.
+
+    Its gradient has no gradient of its own (see ``_CrossEntropy``).
+    """
     logits = lean_logits(shape, params, tokens[:, :-1], compute, rotation)
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    return _CrossEntropy.apply(logits.flatten(0, 1), tokens[:, 1:].flatten())[0]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of logits ``[n, vocab]`` that computes its gradient, softmax - onehot, on the way forward,
+    so that the largest activation is read once and kept in the dtype of the matrix products."""
+
+    @staticmethod
+    def forward(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = logits.float()
+        log_sum = torch.logsumexp(z, -1, keepdim=True)
+        own = z.gather(1, labels[:, None])
+        ids = torch.arange(z.shape[-1], device=z.device, dtype=torch.int32)
+        mine = (
+            ids[None] == labels[:, None].int()
+        )  # int32: as wide as the logits, so that it vectorises with them
+        softmax = (z - (log_sum + math.log(len(z)))).exp()  # divided by n already
+        return (log_sum - own).mean(), torch.where(mine, softmax - 1 / len(z), softmax).to(logits.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return d_loss.to(gradient.dtype) * gradient, None
 
 
 def can_compile() -> bool:

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from ..core import devices, progress, provenance
 from ..core.config import asdict, config_dataclass, digest
 from ..core.errors import UserError
-from ..core.files import read_json, write_json, write_text
+from ..core.files import read_json, sweep, write_json, write_text
 from ..corpus.tokens import TokenSet
 from ..models import neox
 from ..models.neox import ModelConfig
@@ -97,7 +97,9 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:07d}"
 
 
-def train(config: RunConfig, folder: Path, corpus: Path, machine: Machine, parent_folder: Path | None = None) -> str:
+def train(
+    config: RunConfig, folder: Path, corpus: Path, machine: Machine, parent_folder: Path | None = None
+) -> str:
     """Train one run into ``folder``, resuming what a killed process left; returns its key.
 
     Writes checkpoints ``step-XXXXXXX/``, ``metrics.csv`` (one row per ``log_every`` updates) and, at the end,
@@ -112,7 +114,10 @@ def train(config: RunConfig, folder: Path, corpus: Path, machine: Machine, paren
     key = run_key(config, train_set.id)
     total = config.schedule.steps * config.tokens_per_step
     begin = config.branch_step or 0
+    resume = folder / "resume"
+    sweep(folder)
     if finished(folder, key, config):
+        shutil.rmtree(resume, ignore_errors=True)  # of a process killed right after it had finished
         progress.report(str(folder), total - begin * config.tokens_per_step, resumed=True)
         return key
 
@@ -120,10 +125,9 @@ def train(config: RunConfig, folder: Path, corpus: Path, machine: Machine, paren
     model = neox.build(config.model, train_set.vocab_size, config.seed).to(device)
     compiled = machine.compile and neox.can_compile()
     learner = Learner(model, config.optimizer, config.precision, compiled)
-    resume = folder / "resume"
     rows: list[dict[str, float]] = []
     step = begin
-    if _resumable(resume, key):
+    if _resumable(folder, key, config):
         checkpoints.load_weights(model, resume)
         learner.load_state(checkpoints.load_state(resume))
         step = checkpoints.read(resume).step or 0
@@ -135,7 +139,9 @@ def train(config: RunConfig, folder: Path, corpus: Path, machine: Machine, paren
     if step == begin and config.branch_step is not None:
         start = Path(parent_folder or "") / checkpoint_name(config.branch_step)
         if not start.is_dir():
-            raise UserError(f"{start}: no such checkpoint to branch from; the parent saves {_grid(start.parent)}")
+            raise UserError(
+                f"{start}: no such checkpoint to branch from; the parent saves {_grid(start.parent)}"
+            )
         checkpoints.load_weights(model, start)
         learner.load_state(checkpoints.load_state(start))
 
@@ -199,23 +205,23 @@ def _row(
     losses: Sequence[torch.Tensor], norms: Sequence[torch.Tensor], step: int, lr: float, config: RunConfig,
     seconds: float, folder: Path,
 ) -> dict[str, float]:  # fmt: skip
-    """Mean loss and gradient norm since the last row; stops the run at the first loss that is not finite."""
-    values = torch.stack(list(losses)).float().cpu()
-    bad = (~torch.isfinite(values)).nonzero()
+    """Mean loss and gradient norm since the last row; stops the run at the first that is not finite."""
+    values, grads = torch.stack(list(losses)).float().cpu(), torch.stack(list(norms)).float().cpu()
+    bad = (~(torch.isfinite(values) & torch.isfinite(grads))).nonzero()
     if len(bad):
         at = step - len(values) + int(bad[0]) + 1
         saved = [s for s in config.checkpoint_steps if s < at and (folder / checkpoint_name(s)).is_dir()]
         good = folder / checkpoint_name(saved[-1]) if saved else "none"
         raise UserError(
-            f"{folder}: loss is {values[int(bad[0])].item()} at step {at} with learning rate "
-            f"{lr_at(config.schedule, at - 1):.3g}; last good checkpoint: {good}. Lower peak_lr or lengthen the warmup"
+            f"{folder}: loss is {values[bad[0]].item():.4g} and its gradient's norm {grads[bad[0]].item():.4g} at step "
+            f"{at} with learning rate {lr_at(config.schedule, at - 1):.3g}; last good checkpoint: {good}. Lower peak_lr or lengthen the warmup"
         )
     return {
         "step": step,
         "tokens": step * config.tokens_per_step,
         "lr": lr,
         "loss": values.mean().item(),
-        "grad_norm": torch.stack(list(norms)).float().mean().item(),
+        "grad_norm": grads.mean().item(),
         "seconds": seconds,
     }
 
@@ -224,12 +230,18 @@ def _every(steps: int | None, step: int) -> bool:
     return steps is not None and step % steps == 0
 
 
-def _resumable(resume: Path, key: str) -> bool:
-    """A whole save of this very run."""
+def _resumable(folder: Path, key: str, config: RunConfig) -> bool:
+    """Whether ``folder`` holds a whole save of this very run, and every checkpoint up to it."""
+    resume = folder / "resume"
     if not (resume / RECORD).is_file():
         return False
     record = read_json(resume / RECORD, hint="delete the folder")
-    return record.get("key") == key and checkpoints.is_whole(resume)
+    if record.get("key") != key or not checkpoints.is_whole(resume):
+        return False
+    step = checkpoints.read(resume).step or 0
+    return all(
+        checkpoints.is_whole(folder / checkpoint_name(s)) for s in config.checkpoint_steps if s <= step
+    )
 
 
 def _grid(folder: Path) -> str:

@@ -25,7 +25,7 @@ class Schedule:
 
     ``constant`` stays at the peak; ``wsd`` (warmup-stable-decay, Hu et al. 2024) stays at the peak and decays over
     the last ``decay_steps``; ``cosine`` (Loshchilov & Hutter 2017) and ``linear`` decay from the end of the warmup.
-    A decay longer than what follows the warmup is cut to it, so that the peak is never passed over.
+    A decay longer than what follows the warmup is cut to it: update ``warmup_steps`` has the peak in every case.
     """
 
     shape: Shape
@@ -38,6 +38,8 @@ class Schedule:
 
     @model_validator(mode="after")
     def _consistent(self) -> Schedule:
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} must be less than steps {self.steps}")
         if self.shape == "wsd" and self.decay_steps == 0:
             raise ValueError("shape 'wsd' needs decay_steps of at least 1")
         if self.shape != "wsd" and self.decay_steps:
@@ -49,8 +51,8 @@ def decay_start(s: Schedule) -> int:
     """First step of the decay; ``steps`` where there is none."""
     if s.shape == "constant":
         return s.steps
-    warm = min(s.warmup_steps, s.steps)
-    return max(warm, s.steps - s.decay_steps) if s.shape == "wsd" else warm
+    peak = s.warmup_steps + 1  # updates done when the peak has been used once
+    return max(peak, s.steps - s.decay_steps) if s.shape == "wsd" else peak
 
 
 def lr_at(s: Schedule, step: int) -> float:
@@ -77,6 +79,6 @@ def lr_at(s: Schedule, step: int) -> float:
 
 def phase_at(s: Schedule, step: int) -> Phase:
     """Phase of a checkpoint taken after ``step`` updates."""
-    if step <= min(s.warmup_steps, s.steps - 1) and s.warmup_steps:
+    if step <= s.warmup_steps and s.warmup_steps:
         return "warmup"
     return "decay" if step > decay_start(s) else "stable"

@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from transformers import GPTNeoXForCausalLM
 
+from ..core import devices
 from ..core.config import config_dataclass
 from ..models import neox
 
@@ -44,6 +45,7 @@ class Learner:
     def __init__(
         self, model: GPTNeoXForCausalLM, config: OptimizerConfig, precision: Precision, compiled: bool
     ) -> None:
+        devices.keep_freed_memory()
         self.model, self.clip = model, config.clip
         self.rotation: neox.Rotation | None = None
         named = list(model.named_parameters())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -99,7 +100,9 @@ def read(folder: Path) -> Checkpoint:
         keep = {f.name: meta[f.name] for f in dataclasses.fields(Checkpoint) if f.name in meta}
         return Checkpoint(name=folder.name, path=folder, weights_id=meta["weights_sha256"], **keep)
     except (KeyError, TypeError):
-        raise UserError(f"{folder / META}: fields are missing; delete the folder and run pretrain again") from None
+        raise UserError(
+            f"{folder / META}: fields are missing; delete the folder and run pretrain again"
+        ) from None
 
 
 def verify(folder: Path) -> Checkpoint:
@@ -131,16 +134,24 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Pr
     """The one loader, for base and quantized alike: evaluation mode, no gradients, the dtype that is asked for.
 
     Raises:
-        UserError: the folder does not load, or a parameter is not finite.
+        UserError: the folder does not load, a parameter is missing or not finite.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, RuntimeError) as e:
+        model, told = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise UserError(f"{checkpoint.path}: cannot be loaded as a causal language model ({first})") from e
+    if absent := sorted(told["missing_keys"]):  # transformers would go on with random numbers in their place
+        raise UserError(
+            f"{checkpoint.path}: the weights lack parameter '{absent[0]}'; the checkpoint is unusable"
+        )
     for name, p in model.named_parameters():
         if not torch.isfinite(p).all():
-            raise UserError(f"{checkpoint.path}: parameter '{name}' is not finite; the checkpoint is unusable")
+            raise UserError(
+                f"{checkpoint.path}: parameter '{name}' is not finite; the checkpoint is unusable"
+            )
     return model.eval().requires_grad_(False)
 
 
@@ -169,4 +180,6 @@ def load_state(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _meta(folder: Path) -> dict[str, Any]:
-    return read_json(Path(folder) / META, hint="not a whole checkpoint: delete the folder and run pretrain again")
+    return read_json(
+        Path(folder) / META, hint="not a whole checkpoint: delete the folder and run pretrain again"
+    )

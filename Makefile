@@ -1,0 +1,73 @@
+# Every command builds its environment first: .venv, once, from requirements.lock.
+# PYTHON=python3.12 picks the interpreter. pip's own variables (PIP_EXTRA_INDEX_URL, ...) work as usual.
+
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export DVC_NO_ANALYTICS := 1
+
+READY := .venv/.ready
+SOURCES := src tests benchmarks
+
+.PHONY: help reproduce test lint bench lock clean
+
+help:
+	@echo "make reproduce  from nothing to every figure: the environment, then dvc repro (what is there stays)"
+	@echo "make test       the tests"
+	@echo "make lint       style and the import rule"
+	@echo "make bench      ours against peers, into benchmarks/results.json (wants a quiet machine)"
+	@echo "make lock       resolve requirements.lock anew from pyproject.toml"
+	@echo "make clean      remove the environment and caches (never data or results)"
+
+reproduce: $(READY)
+	.venv/bin/ptq-dynamics check
+	.venv/bin/dvc repro
+
+test: $(READY)
+	.venv/bin/python -m pytest
+
+lint: $(READY)
+	.venv/bin/ruff check $(SOURCES)
+	.venv/bin/ruff format --check $(SOURCES)
+	.venv/bin/lint-imports --no-cache
+
+bench: $(READY)
+	.venv/bin/python benchmarks/training.py
+	.venv/bin/python benchmarks/measure.py
+
+# Sets $$python to the first interpreter that pyproject.toml's requires-python admits.
+define find_python
+for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11) none; do \
+	"$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && break; \
+done; \
+if [ "$$python" = none ]; then \
+	echo "make: no Python 3.11 to 3.14 found ($(or $(PYTHON),python3: $$(python3 --version 2>&1 | head -n 1))); install one, or name one: make PYTHON=/path/to/python3.12" >&2; \
+	exit 1; \
+fi
+endef
+
+# From scratch each time, so that it is the lock's environment and never a mixture.
+$(READY): requirements.lock pyproject.toml
+	@rm -rf .venv
+	@$(find_python); echo "building .venv with $$("$$python" --version) (240 packages, a few minutes)"; "$$python" -m venv .venv
+	@.venv/bin/pip install -qq -r requirements.lock
+	@.venv/bin/pip install -qq --no-deps -e .
+	@touch $@
+
+# Local version tags (+cpu) and the packages of torch's CUDA build belong to one machine and stay out. Lines with
+# a condition on Python's version are pyproject.toml's.
+lock:
+	@rm -rf .tmp-lock
+	@$(find_python); "$$python" -m venv .tmp-lock
+	@.tmp-lock/bin/pip install -qq -e '.[dev]'
+	@.tmp-lock/bin/pip check
+	@sed -n 's/^ *"\(.*; python_version.*\)",$$/\1/p' pyproject.toml > .tmp-lock/conditional
+	@.tmp-lock/bin/pip freeze --exclude-editable | sed 's/+.*//' \
+		| grep -v -i -E "^(nvidia-|cuda-|triton==|$$(sed 's/==.*/==/' .tmp-lock/conditional | sort -u | paste -s -d '|' -))" \
+		| cat .tmp-lock/conditional - | LC_ALL=C sort -f > .tmp-lock/pins
+	@{ echo "# Everything that pyproject.toml's dependencies and its dev extra resolve to. Regenerate: make lock"; \
+		cat .tmp-lock/pins; } > .tmp-lock/requirements.lock
+	@mv .tmp-lock/requirements.lock requirements.lock
+	@rm -rf .tmp-lock
+
+clean:
+	rm -rf .venv .tmp-lock .pytest_cache .ruff_cache .hypothesis src/*.egg-info

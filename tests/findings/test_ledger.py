@@ -1,0 +1,229 @@
+"""The ledger against the tables: every verdict recomputed from claims.yaml's wording, by code that shares nothing with
+the package but the text of the rules."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from ruamel.yaml import YAML
+from scipy import stats
+
+ROOT = Path(__file__).parents[2]
+FIELDS = set(
+    "id statement statistic rule value interval seeds verdict paper scale figure notebook stage command".split()
+)
+JUDGED = tuple(f"C{i}" for i in range(1, 9))
+Recomputed = tuple[dict[int, float], bool, bool, bool]  # per seed, is a ratio, condition holds, is judged
+
+
+def yaml(path: Path):
+    return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+
+
+def table(root: Path, study: str, bits: int) -> pd.DataFrame:
+    t = pd.read_csv(root / "reports" / "tables" / f"measurements-{study}.csv")
+    return t[(t.method == "gptq") & (t.bits == bits)]
+
+
+def line(x, y) -> float:
+    """Slope by the normal equations; none if a logarithm failed."""
+    if not np.all(np.isfinite(y)) or len(set(x)) < 2:
+        return math.nan
+    return float(
+        np.linalg.lstsq(np.column_stack([np.ones(len(x)), x]), np.asarray(y, dtype=float), rcond=None)[0][1]
+    )
+
+
+def ln(values) -> np.ndarray:
+    return np.array([math.log(v) if v > 0 else math.nan for v in np.atleast_1d(values)])
+
+
+def c1(root: Path) -> Recomputed:
+    t = table(root, "token_budgets", 4)
+    t = t[(t.member == "trunk") & (2 * t.tokens >= t.run_tokens)]
+    return {s: line(np.log2(g.tokens), ln(g.relative_error)) for s, g in t.groupby("seed")}, True, True, True
+
+
+def c2(root: Path) -> Recomputed:
+    t = table(root, "token_budgets", 4)
+    trunk = {(r.seed, r.tokens): r for r in t[t.member == "trunk"].itertuples()}
+    longest = t[t.member == "trunk"].run_tokens.max()
+    ratios, falls = {}, True
+    for r in t[(t.member == "cooldown") & (t.tokens == t.run_tokens)].itertuples():
+        if 2 * r.branch_tokens >= longest:
+            start = trunk[(r.seed, r.branch_tokens)]
+            ratios.setdefault(r.seed, []).append(float(ln(r.relative_error)[0] - ln(start.relative_error)[0]))
+            falls &= r.ce_fp < start.ce_fp
+    return {s: sum(v) / len(v) for s, v in ratios.items()}, True, falls, True
+
+
+def c3(root: Path) -> Recomputed:
+    t = table(root, "token_budgets", 4)
+    t = t[(t.member == "cooldown") & (t.tokens == t.run_tokens)]
+    return {s: line(np.log10(g.tokens), ln(g.relative_error)) for s, g in t.groupby("seed")}, True, True, True
+
+
+def ends_of_longest(root: Path, study: str, bits: int) -> pd.DataFrame:
+    t = table(root, study, bits)
+    t = t[t.member == "wsd"]
+    return t[(t.run_tokens == t.run_tokens.max()) & (t.tokens == t.run_tokens)]
+
+
+def c4(root: Path) -> Recomputed:
+    t = ends_of_longest(root, "peak_lr", 4)
+    return (
+        {s: line(np.log10(g.peak_lr), ln(g.relative_error)) for s, g in t.groupby("seed")},
+        True,
+        True,
+        True,
+    )
+
+
+def c5(root: Path) -> Recomputed:
+    t = ends_of_longest(root, "peak_lr", 3)
+    mean = {lr: g.ce_fp.mean() for lr, g in t.groupby("peak_lr")}
+    rates = sorted(mean)
+    gap, low, high = min((abs(mean[a] - mean[b]), a, b) for i, a in enumerate(rates) for b in rates[i + 1 :])
+    loss = {(r.seed, r.peak_lr): r.ce for r in t.itertuples()}
+    values = {s: loss[(s, high)] - loss[(s, low)] for s in sorted(set(t.seed))}
+    return values, False, mean[high] - mean[low] <= 0.01, gap <= 0.05
+
+
+def c6(root: Path) -> Recomputed:
+    differences: dict[int, list[float]] = {}
+    for study in ("schedules", "schedules_small"):
+        t = table(root, study, 4)
+        t = t[t.tokens == t.run_tokens]
+        for seed, g in t.groupby("seed"):
+            slope = {m: line(np.log(h.tokens / h.parameters), ln(h.delta_ce)) for m, h in g.groupby("member")}
+            differences.setdefault(seed, []).append(slope["cosine"] - slope["wsd"])
+    return {s: sum(v) / 2 for s, v in differences.items()}, False, True, True
+
+
+def c7(root: Path) -> Recomputed:
+    t = table(root, "schedules", 3)
+    t = t[(t.member == "cosine") & (t.run_tokens == t.run_tokens.max())]
+    out = {}
+    for seed, g in t.groupby("seed"):
+        by = dict(zip(g.tokens, g.relative_error, strict=True))
+        whole = int(g.run_tokens.iloc[0])
+        middle = min(by, key=lambda tokens: (abs(2 * tokens - whole), -tokens))  # noqa: B023 (used at once)
+        out[seed] = float(ln(by[whole])[0] - ln(by[middle])[0])
+    return out, True, True, True
+
+
+def c8(root: Path) -> Recomputed:
+    t = ends_of_longest(root, "weight_decay", 4)
+    mean = {d: g.ce_fp.mean() for d, g in t.groupby("weight_decay")}
+    near = {d for d, v in mean.items() if v <= min(mean.values()) + 0.05 and d > 0}
+    t = t[t.weight_decay.isin(near)]
+    values = {s: line(np.log10(g.weight_decay), ln(g.relative_error)) for s, g in t.groupby("seed")}
+    rate, decay = np.mean(list(c4(root)[0].values())), np.mean(list(values.values()))
+    return values, True, abs(rate) > abs(decay), bool(np.isfinite(rate))
+
+
+RECOMPUTE: dict[str, Callable[[Path], Recomputed]] = {
+    f.__name__.upper(): f for f in (c1, c2, c3, c4, c5, c6, c7, c8)
+}
+
+
+def check(entry: dict, root: Path, judging: bool) -> None:
+    """One entry of the ledger against the tables under ``root``."""
+    rule = yaml(root / "claims.yaml")[entry["id"]]
+    values, ratio, provided, judged = RECOMPUTE[entry["id"]](root)
+    numbers = np.array(list(values.values()))
+    back = np.exp if ratio else np.positive
+    value = back(numbers.mean())
+    low = high = math.nan
+    if len(numbers) > 1:
+        low, high = back(
+            stats.t.interval(0.95, len(numbers) - 1, loc=numbers.mean(), scale=stats.sem(numbers))
+        )
+    told = [math.nan if v is None else v for v in (entry["value"], *entry["interval"])]
+    assert told == pytest.approx([value, low, high], rel=1e-4, abs=1e-6, nan_ok=True)
+    assert entry["seeds"] == len(numbers)
+    least, most = rule.get("low", -math.inf), rule.get("high", math.inf)
+    if not (judging and judged and math.isfinite(low) and math.isfinite(high)):
+        verdict = "inconclusive"
+    elif not provided or high < least or low > most:
+        verdict = "contradicted"
+    else:
+        verdict = "supported" if least <= low and high <= most else "inconclusive"
+    assert entry["verdict"] == verdict
+
+
+@functools.cache
+def ledger() -> dict[str, dict]:
+    path = ROOT / "reports" / "claims.json"
+    if not path.exists():
+        pytest.skip("no reports/claims.json yet: dvc repro writes it")
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    assert len({e["id"] for e in entries}) == len(entries)
+    return {e["id"]: e for e in entries}
+
+
+def test_every_claim_with_a_table_is_in_the_ledger() -> None:
+    rules = yaml(ROOT / "claims.yaml")
+    assert set(JUDGED) <= set(rules)
+    tables = {p.name for p in (ROOT / "reports" / "tables").glob("measurements-*.csv")}
+    expected = {i for i in JUDGED if f"measurements-{rules[i]['finding']}.csv" in tables}
+    assert {"C1", "C2", "C3"} <= expected <= set(ledger())
+    assert set(ledger()) <= set(rules)
+
+
+def test_entries_say_what_the_rules_say_and_point_to_what_exists() -> None:
+    rules, pipeline = yaml(ROOT / "claims.yaml"), yaml(ROOT / "dvc.yaml")["stages"]
+    for id, e in ledger().items():
+        rule = rules[id]
+        assert set(e) >= FIELDS
+        assert [e[k] for k in ("statement", "statistic", "paper")] == [
+            rule[k] for k in ("statement", "statistic", "paper")
+        ]
+        for bound in ("low", "high"):
+            if bound in rule:
+                assert f"{rule[bound]:g}" in e["rule"]
+        if "provided" in rule:
+            assert rule["provided"] in e["rule"]
+        assert e["verdict"] in ("supported", "contradicted", "inconclusive")
+        assert len(e["interval"]) == 2 and e["seeds"] >= 1 and e["scale"]
+        for path in (e["figure"], e["notebook"]):
+            assert not Path(path).is_absolute() and (ROOT / path).is_file(), path
+        assert e["stage"].split("@")[0] in pipeline and e["stage"] in e["command"]
+
+
+@pytest.mark.parametrize("id", JUDGED)
+def test_the_verdict_follows_from_the_committed_tables(id) -> None:
+    if id not in ledger():
+        pytest.skip(f"{id} is not judged yet: its table is missing too, or another test fails")
+    check(ledger()[id], ROOT, yaml(ROOT / "params.yaml")["verdicts"])
+
+
+@pytest.fixture(scope="module")
+def judged(tables_root) -> dict[str, dict]:
+    """The package's entries for synthetic tables."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PTQ_DYNAMICS_ROOT", str(tables_root))
+        from ptq_dynamics.findings import peak_lr, schedules, token_budgets, weight_decay
+
+        entries = token_budgets.judge(token_budgets.read()[0], True) + peak_lr.judge(peak_lr.read()[0], True)
+        entries += schedules.judge(schedules.read()[0], True) + weight_decay.judge(*weight_decay.read(), True)
+    return {e["id"]: e for e in json.loads(json.dumps(entries, allow_nan=False))}
+
+
+@pytest.mark.parametrize("id", JUDGED)
+def test_the_package_and_the_independent_code_agree_on_synthetic_tables(id, judged, tables_root) -> None:
+    check(judged[id], tables_root, True)
+
+
+@pytest.mark.parametrize("field", ["value", "seeds", "verdict"])
+def test_a_wrong_entry_is_found(field, judged, tables_root) -> None:
+    wrong = {"value": judged["C4"]["value"] + 2e-4, "seeds": 2, "verdict": "inconclusive"}[field]
+    with pytest.raises(AssertionError):
+        check(judged["C4"] | {field: wrong}, tables_root, True)
