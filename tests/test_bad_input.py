@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
@@ -257,23 +258,27 @@ def test_studies_are_refused_before_anything_is_trained(root):
     assert not (root / "data/runs").exists()
 
 
-@pytest.fixture
-def small_disk(root):
-    """data/runs on a file system of 1.5 MB; a function that makes it larger."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("needs root to mount a small file system")
-    folder = root / "data/runs"
+@contextlib.contextmanager
+def file_system(folder, size):
+    """A file system of that size at ``folder``; gives a function that makes it larger. Mounting takes root."""
     folder.mkdir()
 
     def mount(options):
-        return subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True
-        )
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        return shutil.which("mount") and subprocess.run(command, capture_output=True).returncode == 0
 
-    if mount("size=1500k").returncode:
-        pytest.skip("may not mount here")
-    yield lambda: mount("remount,size=50m")
-    subprocess.run(["umount", str(folder)], check=True)
+    if not mount(f"size={size}"):
+        pytest.skip("may not mount a file system here")
+    try:
+        yield lambda: mount("remount,size=50m")
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(root):
+    with file_system(root / "data/runs", "1500k") as grow:
+        yield grow
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -299,16 +304,8 @@ def test_no_space_left_in_training(root, small_disk, workers, forked_workers):
 
 
 def test_no_space_left_in_measuring(root, finished_root):
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("needs root to mount a small file system")
     folder = root / "data/measurements"
-    folder.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(folder)], capture_output=True
-    )
-    if made.returncode:
-        pytest.skip("may not mount here")
-    try:
+    with file_system(folder, "48k"):
         found = {
             n: [checkpoints.verify(p) for p in sorted((finished_root / "data/runs/toy" / n).glob("step-*"))]
             for n in ("trunk-seed0", "trunk-seed1")
@@ -317,5 +314,3 @@ def test_no_space_left_in_measuring(root, finished_root):
             measure("toy", found, toy.config(MeasureConfig, toy.MEASURE), paths.corpus(), folder / "toy", 1)
         assert "no space left on the device; free some and run the same command again" in one_line(e)
         assert not list(folder.rglob(".tmp-*"))
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ptq_dynamics.evaluation.intervals import over_seeds, paired_bootstrap, relative_error
+from ptq_dynamics.evaluation.intervals import over_seeds, paired_bootstrap
 
 
 def relative(q, b):
@@ -67,10 +67,6 @@ def test_equal_losses_have_no_error_and_the_same_seed_the_same_interval():
 def test_losses_that_do_not_pair_up(shapes):
     with pytest.raises(ValueError, match="losses must pair up"):
         paired_bootstrap(np.ones(shapes[0]), np.ones(shapes[1]), gap)
-
-
-def test_relative_error_by_hand():
-    assert relative_error(np.array([3.0, 3.3]), np.array([2.0, 4.0])) == pytest.approx(0.05)
 
 
 def test_seeds_against_scipys_t_interval():

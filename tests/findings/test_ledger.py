@@ -198,11 +198,9 @@ def test_entries_say_what_the_rules_say_and_point_to_what_exists() -> None:
         assert e["stage"].split("@")[0] in pipeline and e["stage"] in e["command"]
 
 
-@pytest.mark.parametrize("id", JUDGED)
-def test_the_verdict_follows_from_the_committed_tables(id) -> None:
-    if id not in ledger():
-        pytest.skip(f"{id} is not judged yet: its table is missing too, or another test fails")
-    check(ledger()[id], ROOT, yaml(ROOT / "params.yaml")["verdicts"])
+def test_every_verdict_follows_from_the_committed_tables() -> None:
+    for entry in ledger().values():  # which must be there: the test on claims with a table
+        check(entry, ROOT, yaml(ROOT / "params.yaml")["verdicts"])
 
 
 @pytest.fixture(scope="module")

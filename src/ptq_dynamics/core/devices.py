@@ -33,7 +33,7 @@ def keep_freed_memory() -> None:
     """Have glibc keep large freed blocks for the next request (elsewhere: nothing).
 
     A training step allocates the same megabytes again and again. By default each block goes back to the kernel and
-    returns page by page, which costs a CPU step some 15 % of its time.
+    returns page by page, which a small model's step on a CPU feels (benchmarks/training.py measures it both ways).
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)

@@ -20,11 +20,6 @@ class Estimate:
     high: float
 
 
-def relative_error(quantized: np.ndarray, base: np.ndarray) -> float:
-    """CE(Ŵ)/CE(W) − 1 from per-sequence losses of equal lengths (the paper's quantization error)."""
-    return float(np.mean(quantized) / np.mean(base) - 1.0)
-
-
 def paired_bootstrap(
     base: np.ndarray,
     quantized: np.ndarray,

@@ -17,7 +17,6 @@ from ..core.files import read_json, write_json
 from ..evaluation.intervals import Estimate, over_seeds
 
 Verdict = Literal["supported", "contradicted", "inconclusive"]
-IDS = tuple(f"C{i}" for i in range(1, 16))
 
 
 @config_dataclass()

@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..core import paths
-from ..core.files import write_json, write_text
 from ..evaluation.intervals import Estimate
 from . import claims, statistics, style
 from .statistics import ends, errors
@@ -153,9 +152,8 @@ def report(verdicts: bool) -> tuple[Figure, pd.DataFrame, list[dict[str, Any]]]:
     fig = figure(table)
     style.save(fig, NAME, caption(table))
     ours = summary(table)
-    write_text(paths.tables() / f"{NAME}.csv", ours.to_csv(index=False, float_format="%.5g"))
     numbers = {}
     for r in ours.to_dict("records"):
         numbers |= {f"{r['variant']}: {k}": v for k, v in r.items() if k not in ("variant", "seeds")}
-    write_json(paths.metrics() / f"{NAME}.json", statistics.flat(numbers))
+    statistics.write(NAME, {NAME: ours}, numbers, None)
     return fig, ours, []

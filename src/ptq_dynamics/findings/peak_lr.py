@@ -14,7 +14,6 @@ from matplotlib.lines import Line2D
 
 from ..core import paths
 from ..core.config import read_yaml
-from ..core.files import write_json, write_text
 from . import claims, statistics, style
 from .statistics import ends, errors, longest
 
@@ -270,13 +269,11 @@ def report(verdicts: bool) -> tuple[Figure, pd.DataFrame, list[dict[str, Any]]]:
     fig = figure(table, training)
     style.save(fig, NAME, caption(table))
     ours, share = summary(table), variance(table)
-    for name, part in ((NAME, ours), (f"{NAME}-two-way", two_way(table)), (f"{NAME}-variance", share)):
-        write_text(paths.tables() / f"{name}.csv", part.to_csv(index=False, float_format="%.5g"))
     entries = judge(table, verdicts)
-    claims.write(NAME, entries)
-    numbers = {e["id"]: e["value"] for e in entries}
+    numbers: dict[str, float | None] = {}
     for r in share.to_dict("records"):
         key = f"share of variance, {r['bits']} bit, {r['source']}"
         numbers |= {key: r["share"], f"{key}, low": r["low"], f"{key}, high": r["high"]}
-    write_json(paths.metrics() / f"{NAME}.json", statistics.flat(numbers))
+    tables = {NAME: ours, f"{NAME}-two-way": two_way(table), f"{NAME}-variance": share}
+    statistics.write(NAME, tables, numbers, entries)
     return fig, ours, entries

@@ -13,7 +13,6 @@ from matplotlib.lines import Line2D
 
 from ..core import paths
 from ..core.config import read_yaml
-from ..core.files import write_json, write_text
 from ..evaluation.intervals import Estimate
 from . import claims, statistics, style
 from .statistics import ends, errors, longest
@@ -316,12 +315,10 @@ def report(verdicts: bool) -> tuple[Figure, pd.DataFrame, list[dict[str, Any]]]:
     fig = figure(table, training)
     style.save(fig, NAME, caption(table))
     ours = summary(table)
-    write_text(paths.tables() / f"{NAME}.csv", ours.to_csv(index=False, float_format="%.5g"))
     entries = judge(table, verdicts)
-    claims.write(NAME, entries)
-    numbers = {e["id"]: e["value"] for e in entries}
+    numbers: dict[str, float | None] = {}
     for r in ours.to_dict("records"):
         key = f"exponent, {r['bits']} bit, {r['parameters']} parameters, {r['exponent']}"
         numbers |= {key: r["value"], f"{key}, low": r["low"], f"{key}, high": r["high"]}
-    write_json(paths.metrics() / f"{NAME}.json", statistics.flat(numbers))
+    statistics.write(NAME, {NAME: ours}, numbers, entries)
     return fig, ours, entries

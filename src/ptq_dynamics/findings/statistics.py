@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,6 +11,7 @@ from scipy import stats
 
 from ..core import paths
 from ..core.errors import UserError
+from ..core.files import write_json, write_text
 from ..evaluation.intervals import LEVEL, Estimate
 from . import claims
 
@@ -225,6 +227,22 @@ def jackknife(y: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> l
 def not_positive(rows: pd.DataFrame, column: str = "relative_error") -> int:
     """How many errors have no logarithm."""
     return int((rows[column] <= 0).sum())
+
+
+def write(
+    name: str,
+    tables: Mapping[str, pd.DataFrame],
+    numbers: Mapping[str, float | None],
+    entries: Sequence[Mapping[str, Any]] | None,
+) -> None:
+    """What a finding leaves beside its figure: ``reports/tables/<table>.csv`` each, ``reports/metrics/<name>.json``, and
+    its judged claims (None: it judges none)."""
+    for table, rows in tables.items():
+        write_text(paths.tables() / f"{table}.csv", rows.to_csv(index=False, float_format="%.5g"))
+    if entries is not None:
+        claims.write(name, entries)
+    values = {e["id"]: e["value"] for e in entries or ()}
+    write_json(paths.metrics() / f"{name}.json", flat(values | dict(numbers)))
 
 
 def flat(values: dict[str, float | None]) -> dict[str, float]:

@@ -12,7 +12,6 @@ from matplotlib.lines import Line2D
 
 from ..core import paths
 from ..core.config import read_yaml
-from ..core.files import write_json, write_text
 from . import claims, statistics, style
 from .statistics import errors, growth, log
 
@@ -200,8 +199,6 @@ def report(verdicts: bool) -> tuple[Figure, pd.DataFrame, list[dict[str, Any]]]:
     fig = figure(table, training)
     style.save(fig, NAME, caption(table))
     ours = summary(table)
-    write_text(paths.tables() / f"{NAME}.csv", ours.to_csv(index=False, float_format="%.5g"))
     entries = judge(table, verdicts)
-    claims.write(NAME, entries)
-    write_json(paths.metrics() / f"{NAME}.json", statistics.flat({e["id"]: e["value"] for e in entries}))
+    statistics.write(NAME, {NAME: ours}, {}, entries)
     return fig, ours, entries

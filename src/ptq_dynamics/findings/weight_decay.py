@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ..core import paths
-from ..core.files import write_json, write_text
 from ..evaluation.intervals import Estimate
 from . import claims, peak_lr, statistics, style
 from .statistics import ends, errors, longest
@@ -218,12 +217,9 @@ def report(verdicts: bool) -> tuple[Figure, pd.DataFrame, list[dict[str, Any]]]:
     fig = figure(table, rates)
     style.save(fig, NAME, caption(table, rates))
     ours = summary(table, rates)
-    write_text(paths.tables() / f"{NAME}.csv", ours.to_csv(index=False, float_format="%.5g"))
     entries = judge(table, rates, verdicts)
-    claims.write(NAME, entries)
-    numbers = {e["id"]: e["value"] for e in entries}
-    numbers |= {
+    numbers = {
         k: v["value"] for k, v in entries[0]["details"].items() if isinstance(v, dict) and "value" in v
     }
-    write_json(paths.metrics() / f"{NAME}.json", statistics.flat(numbers))
+    statistics.write(NAME, {NAME: ours}, numbers, entries)
     return fig, ours, entries

@@ -1,7 +1,7 @@
 """Pythia-style GPTNeoX: built as a transformers model, run by a lean forward pass over the same parameters.
 
-There is one weight format, that of transformers. The lean pass exists for speed (about twice the training
-throughput on a CPU: mixed precision without autocast's bookkeeping, one compiled graph for loss and gradient,
+There is one weight format, that of transformers. The lean pass exists for speed (benchmarks/training.py
+measures it: mixed precision without autocast's bookkeeping, one compiled graph for loss and gradient,
 no optimizer loop over small tensors) and is tested equal to transformers' logits.
 """
 
