@@ -10,7 +10,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..core import paths
 from ..evaluation.intervals import Estimate
 from . import claims, statistics, style
 from .statistics import ends, errors

@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from ..core import paths
 from ..evaluation.intervals import Estimate
 from . import claims, peak_lr, statistics, style
 from .statistics import ends, errors, longest
