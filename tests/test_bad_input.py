@@ -183,14 +183,14 @@ def trunk(seeds=(0,), **member):
 def trained(root) -> checkpoints.Checkpoint:
     """A trunk of two checkpoints under ``root``; its last."""
     pretrain("toy", trunk(), toy.MACHINE, 1)
-    return trajectory("toy", studies.expand(trunk(), TokenSet.open(paths.corpus(), "train").id)[0])[-1]
+    return trajectory("toy", studies.expand(trunk())[0])[-1]
 
 
 def test_a_torn_checkpoint_stops_measuring_and_pretrain_mends_it(root):
     point = trained(root)
     weights = point.path / checkpoints.WEIGHTS
     weights.write_bytes(weights.read_bytes()[:1000])
-    run = studies.expand(trunk(), TokenSet.open(paths.corpus(), "train").id)[0]
+    run = studies.expand(trunk())[0]
     with pytest.raises(UserError) as e:
         trajectory("toy", run)
     assert one_line(e) == f"{weights}: torn or changed checkpoint; delete its folder and run pretrain again"
@@ -245,7 +245,7 @@ def test_divergence_leaves_the_other_members(root):
     with pytest.raises(UserError) as e:
         pretrain("toy", study, toy.MACHINE, 1)
     assert one_line(e).startswith("1 of 2 members failed (1 finished and are kept): trunk-lr1e+25-seed0: ")
-    run = next(r for r in studies.expand(study, "x") if "0.01" in r.name)
+    run = next(r for r in studies.expand(study) if "0.01" in r.name)
     assert len(trajectory("toy", run)) == 10
 
 

@@ -8,12 +8,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import toy
 from ruamel.yaml import YAML
 
 REPOSITORY = Path(__file__).parent.parent
-STAGES = ["corpus", "pretrain@token_budgets", "measure@token_budgets", "finding_token_budgets", "claims"]
+WSD = {"wsd": {"tokens": [640, 1280], "peak_lr": 0.01}}
+COSINE = {"cosine": {"shape": "cosine", "tokens": [640, 1280], "peak_lr": 0.01}}
+STUDIES = {  # members of every study that has stages; 64 tokens an update
+    "token_budgets": toy.STUDY["members"],
+    "peak_lr": {"wsd": {"tokens": [640, 1280], "peak_lr": [0.002, 0.01]}},
+    "schedules": WSD | COSINE,
+    "schedules_small": WSD | COSINE,
+    "weight_decay": {"wsd": {"tokens": 1280, "peak_lr": 0.01, "weight_decay": [0.01, 0.1]}},
+    "cooldowns": {"linear": {"tokens": 1280, "peak_lr": 0.01}, "final_10": {"tokens": 1280, "peak_lr": 0.01, "final_fraction": 0.1}},
+    "soups": toy.STUDY["members"] | {"cooldown": {**toy.STUDY["members"]["cooldown"], "data_seeds": [0, 1]}},
+}  # fmt: skip
+FINDINGS = ["token_budgets", "peak_lr", "schedules", "weight_decay", "cooldowns"]
+STAGES = {
+    "corpus",
+    *(f"{kind}@{study}" for kind in ("pretrain", "measure") for study in STUDIES),
+    *(f"finding_{name}" for name in FINDINGS),
+    "claims",
+}
 
 
 def environment(root: Path) -> dict[str, str]:
@@ -33,20 +51,29 @@ def call(root: Path, *command: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def repro(root: Path, *options: str, code: int = 0) -> list[str]:
-    """Stages that `dvc repro` ran, in order."""
+def repro(root: Path, *options: str, code: int = 0) -> set[str]:
+    """Stages that `dvc repro` ran."""
     out = call(root, "dvc", "repro", *options, code=code)
-    return [line.split("'")[1] for line in out.splitlines() if line.startswith("Running stage")]
+    return {line.split("'")[1] for line in out.splitlines() if line.startswith("Running stage")}
 
 
-def params(root: Path, **changes: object) -> None:
-    study = {**toy.STUDY, "seeds": [0], **changes}
+def params(root: Path, of: str = "", **changes: object) -> None:
+    """Toy sizes for every study, with ``changes`` to the study ``of``."""
+    studies = {
+        name: {**toy.STUDY, "seeds": [0], "checkpoint_tokens": 1280, "members": members}
+        for name, members in STUDIES.items()
+    }
+    for name in ("token_budgets", "soups"):
+        studies[name]["checkpoint_tokens"] = 1920
+    studies["schedules_small"]["model"] = toy.MODEL | {"width": 8}
+    if of:
+        studies[of] |= changes
     data = {
         "profile": "toy",
         "workers": 1,
         "machine": {"device": "cpu", "compile": False},
         "corpus": toy.CORPUS,
-        "studies": {"token_budgets": study},
+        "studies": studies,
         "measure": toy.MEASURE
         | {"quantizers": [{"method": "gptq", "bits": b, "group_size": 16} for b in (4, 3)]},
         "verdicts": False,
@@ -82,41 +109,67 @@ def pipeline(tmp_path_factory) -> Path:
 
 
 def test_everything_is_written(pipeline):
-    assert {e["id"] for e in json.loads((pipeline / "reports/claims.json").read_text())} >= {"C1", "C2", "C3"}
-    for name in (
-        "figures/token_budgets.png",
-        "figures/token_budgets.pdf",
-        "tables/measurements-token_budgets.csv",
-    ):
-        assert (pipeline / "reports" / name).stat().st_size > 500
-    executed = json.loads((pipeline / "reports/notebooks/finding_token_budgets.ipynb").read_text())
-    assert any(c.get("outputs") for c in executed["cells"])
+    told = json.loads((pipeline / "reports/claims.json").read_text())
+    assert [e["id"] for e in told] == [f"C{i}" for i in range(1, 9)]
+    for finding in FINDINGS:
+        for name in (f"figures/{finding}.png", f"figures/{finding}.pdf", f"tables/{finding}.csv"):
+            assert (pipeline / "reports" / name).stat().st_size > 200
+        executed = json.loads((pipeline / f"reports/notebooks/finding_{finding}.ipynb").read_text())
+        assert any(c.get("outputs") for c in executed["cells"])
     assert (
         call(pipeline, "git", "status", "--porcelain") == ""
     )  # what is large or changes by itself is ignored
 
 
 def test_second_run_does_nothing(pipeline):
-    assert repro(pipeline) == []
+    assert repro(pipeline) == set()
 
 
 def test_touching_a_finding_reruns_it_alone(pipeline):
     file = pipeline / "src/ptq_dynamics/findings/token_budgets.py"
     file.write_text(file.read_text() + "\n# touched\n")
-    assert repro(pipeline) == ["finding_token_budgets"]
+    assert repro(pipeline) == {"finding_token_budgets"}
 
 
 def test_one_more_seed_trains_that_seed_alone(pipeline):
     runs = pipeline / "data/runs/token_budgets"
     rows = pipeline / "data/measurements/token_budgets/rows"
     before = {p: p.stat().st_mtime_ns for folder in (runs, rows) for p in folder.rglob("*") if p.is_file()}
-    params(pipeline, seeds=[0, 5])
-    ran = repro(pipeline)
-    assert ran == STAGES[1:]
+    params(pipeline, "token_budgets", seeds=[0, 5])
+    assert repro(pipeline) == {
+        "pretrain@token_budgets",
+        "measure@token_budgets",
+        "finding_token_budgets",
+        "claims",
+    }
     after = {p: p.stat().st_mtime_ns for folder in (runs, rows) for p in folder.rglob("*") if p.is_file()}
     assert {p: after[p] for p in before} == before
     new = {p.relative_to(runs).parts[0] for p in set(after) - set(before) if runs in p.parents}
     assert len(new) == 3 and all(n.endswith("-seed5") for n in new)  # a trunk and two branches
+
+
+def test_one_lr_more_runs_its_seeds_and_the_finding_and_one_less_trains_nothing(pipeline):
+    runs, table = pipeline / "data/runs/peak_lr", pipeline / "reports/tables/measurements-peak_lr.csv"
+    params(pipeline)
+    repro(pipeline)
+    before = {p: p.stat().st_mtime_ns for p in runs.rglob("*") if p.is_file()}
+    drawn = {
+        p: (pipeline / p).read_bytes() for p in ("reports/figures/peak_lr.png", "reports/tables/peak_lr.csv")
+    }
+    touched = {"pretrain@peak_lr", "measure@peak_lr", "finding_peak_lr", "finding_weight_decay", "claims"}
+    grid = [0.002, 0.01, 0.03]
+    params(pipeline, "peak_lr", members={"wsd": {**STUDIES["peak_lr"]["wsd"], "peak_lr": grid}})
+    assert repro(pipeline) == touched
+    after = {p: p.stat().st_mtime_ns for p in runs.rglob("*") if p.is_file()}
+    assert {p: after[p] for p in before} == before
+    assert {p.relative_to(runs).parts[0] for p in set(after) - set(before)} == {
+        "wsd-0.00064M-lr0.03-seed0", "wsd-0.00128M-lr0.03-seed0",
+    }  # fmt: skip
+    assert set(pd.read_csv(table)["peak_lr"]) == set(grid)
+    params(pipeline)
+    assert repro(pipeline) <= touched
+    assert {p: p.stat().st_mtime_ns for p in runs.rglob("*") if p.is_file()} == after
+    assert {p: (pipeline / p).read_bytes() for p in drawn} == drawn
 
 
 def test_clone_without_checkpoints_rebuilds_from_tables(pipeline, tmp_path):
@@ -130,7 +183,7 @@ def test_clone_without_checkpoints_rebuilds_from_tables(pipeline, tmp_path):
     figure.unlink()
     file = clone / "src/ptq_dynamics/findings/token_budgets.py"
     file.write_text(file.read_text() + "\n# touched in the clone\n")
-    assert repro(clone, "--allow-missing") == ["finding_token_budgets"]
+    assert repro(clone, "--allow-missing") == {"finding_token_budgets"}
     assert figure.read_bytes() == drawn
 
 

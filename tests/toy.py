@@ -23,7 +23,6 @@ import torch
 from ptq_dynamics.core import paths
 from ptq_dynamics.core.config import load
 from ptq_dynamics.corpus.build import CorpusConfig, build
-from ptq_dynamics.corpus.tokens import TokenSet
 from ptq_dynamics.evaluation.measure import MeasureConfig, measure
 from ptq_dynamics.models.neox import ModelConfig
 from ptq_dynamics.training.loop import Machine
@@ -119,7 +118,7 @@ def run_study(root: Path, workers: int) -> pd.DataFrame:
     with working_in(root):
         study = config(Study, STUDY)
         pretrain("toy", study, MACHINE, workers)
-        runs = expand(study, TokenSet.open(paths.corpus(), "train").id)
+        runs = expand(study)
         found = {r.name: trajectory("toy", r) for r in runs}
         return measure(
             "toy", found, config(MeasureConfig, MEASURE), paths.corpus(), paths.measurements("toy"), workers

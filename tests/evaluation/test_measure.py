@@ -289,3 +289,21 @@ def test_csv_for_git(measured, tmp_path):
 def test_measure_checkpoint_returns_its_keys_in_order(measured, point, corpus):
     folder, table = measured
     assert measure_checkpoint(point, config(), corpus, folder / "rows") == table["key"].tolist()
+
+
+def test_a_row_that_others_have_is_taken_from_them(corpus, point, tmp_path, monkeypatch):
+    first = measure("toy", {"run": [point]}, config(), corpus, tmp_path / "one", workers=1)
+    done = watch(monkeypatch)
+    again = measure(
+        "toy", {"other": [point]}, config(), corpus, tmp_path / "two", workers=1, lenders=[tmp_path / "one"]
+    )
+    assert done == []
+    pd.testing.assert_frame_equal(again.drop(columns="run"), first.drop(columns="run"))
+    assert files(tmp_path / "one").keys() == files(tmp_path / "two").keys()
+
+
+def test_further_quantizers_of_one_study():
+    more = {"method": "rtn", "bits": 2, "group_size": 16}
+    told = config(also={"toy": [more]})
+    assert [q.bits for q in told.of("toy").quantizers] == [3, 4, 2]
+    assert told.of("another") == config()

@@ -30,11 +30,13 @@ def test_killed_again_and_again_alone(root, finished_root):
     assert checkpoints.read(trunk / "resume").step == 25 and not (trunk / "step-0000030").exists()
     assert leftovers(trunk)
 
-    # dies with the old save of step 30 deleted and the new one not yet in its place: nothing to resume from
+    # dies with the old save of step 30 deleted and the new one not yet in its place
     assert toy.run_until(root, RENAME, 6) == -signal.SIGKILL
     assert not (trunk / "resume").exists() and (trunk / "step-0000030").exists()
 
-    assert toy.run_until(root, UPDATE, 133) == -signal.SIGKILL  # two trunks, then the first branch
+    assert (
+        toy.run_until(root, UPDATE, 103) == -signal.SIGKILL
+    )  # from the checkpoint of 30: two trunks, then a branch
     assert checkpoints.read(branch / "resume").step == 30 + 10
     kept = (trunk / "run.json").stat().st_mtime_ns
 

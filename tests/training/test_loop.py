@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 
 import pandas as pd
@@ -20,6 +19,8 @@ from ptq_dynamics.training.loop import Machine, RunConfig, checkpoint_name, trai
 from ptq_dynamics.training.schedule import Schedule, lr_at
 from ptq_dynamics.training.step import Learner, OptimizerConfig
 from ptq_dynamics.trajectories import checkpoints
+
+STATE = {"state_steps": (4, 8, 12)}
 
 
 def run_config(steps=12, checkpoint_steps=(4, 8, 12), **changes):
@@ -42,7 +43,7 @@ def weights(folder):
 def done(corpus, tmp_path_factory):
     """A finished run; read only."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    train(run_config(keep_state=True), folder, corpus, machine())
+    train(run_config(**STATE), folder, corpus, machine())
     return folder
 
 
@@ -51,7 +52,7 @@ def test_what_a_run_leaves(done, corpus):
         "metrics.csv", "run.json", "step-0000004", "step-0000008", "step-0000012",
     ]  # fmt: skip
     log = pd.read_csv(done / "metrics.csv")
-    assert log["step"].tolist() == [3, 4, 6, 8, 9, 12]  # every third, and at checkpoints
+    assert log["step"].tolist() == [3, 6, 9, 12]  # every third
     assert (log["tokens"] == 64 * log["step"]).all()
     assert log["lr"].tolist() == [lr_at(run_config().schedule, s - 1) for s in log["step"]]
     record = read_json(done / "run.json", hint="")
@@ -89,7 +90,7 @@ def test_weights_and_log_by_a_loop_written_out_here(done, corpus):
         told.append(learner.update(batch, lr_at(config.schedule, step), 4))
     saved = load_file(done / checkpoint_name(12) / checkpoints.WEIGHTS)
     assert all(torch.equal(p, saved[n]) for n, p in model.named_parameters())
-    for i, (first, last) in enumerate([(0, 3), (3, 4), (4, 6), (6, 8), (8, 9), (9, 12)]):
+    for i, (first, last) in enumerate([(0, 3), (3, 6), (6, 9), (9, 12)]):
         assert log["loss"][i] == pytest.approx(
             sum(x[0].item() for x in told[first:last]) / (last - first), rel=1e-6
         )
@@ -108,7 +109,7 @@ def test_training_learns(corpus, tmp_path):
 
 
 def test_micro_batches_change_the_rounding_alone(done, corpus, tmp_path):
-    train(run_config(keep_state=True), tmp_path / "run", corpus, machine(micro_batch=3))
+    train(run_config(**STATE), tmp_path / "run", corpus, machine(micro_batch=3))
     a, b = (load_file(f / checkpoint_name(12) / checkpoints.WEIGHTS) for f in (done, tmp_path / "run"))
     for name, value in a.items():
         if "query_key_value.bias" not in name:  # the keys' has no gradient but rounding
@@ -121,7 +122,7 @@ def test_a_finished_run_is_left_alone_and_swept(done, corpus, tmp_path):
     (folder / "resume").mkdir()
     (folder / ".tmp-abc").mkdir()
     (folder / ".tmp-def.csv").write_text("")
-    train(run_config(keep_state=True), folder, corpus, machine())
+    train(run_config(**STATE), folder, corpus, machine())
     assert (folder / "run.json").stat().st_mtime_ns == stamp
     assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in done.iterdir())
 
@@ -137,15 +138,20 @@ def tear(path):
 def test_a_torn_checkpoint_of_a_finished_run_is_redone(done, corpus, tmp_path, file, damage):
     folder = shutil.copytree(done, tmp_path / "run")
     damage(folder / checkpoint_name(8) / file)
-    assert not loop.finished(folder, train_key(corpus), run_config(keep_state=True))
-    train(run_config(keep_state=True), folder, corpus, machine())
+    assert not is_finished(folder, corpus)
+    train(run_config(**STATE), folder, corpus, machine())
     assert [weights(folder / checkpoint_name(s)) for s in (4, 8, 12)] == [
         weights(done / checkpoint_name(s)) for s in (4, 8, 12)
     ]
 
 
-def train_key(corpus):
-    return loop.run_key(run_config(keep_state=True), TokenSet.open(corpus, "train").id)
+def is_finished(folder, corpus, config=None):
+    """Whether nothing is left to be trained."""
+    config, there = config or run_config(**STATE), loop.points(folder)
+    wanted = {*config.checkpoint_steps, *(p.step for p in there)}
+    keys = loop.prefix_keys(config, wanted, TokenSet.open(corpus, "train").id)
+    found = loop.spared(config, keys, there)
+    return found.start == config.schedule.steps and found.origin.path is None
 
 
 def interrupted(done, corpus, folder, monkeypatch, at):
@@ -160,14 +166,14 @@ def interrupted(done, corpus, folder, monkeypatch, at):
     with monkeypatch.context() as m:
         m.setattr(Learner, "update", update)
         with pytest.raises(KeyboardInterrupt):
-            train(run_config(keep_state=True), folder, corpus, machine())
+            train(run_config(**STATE), folder, corpus, machine())
     return folder
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 4, 7, 11])
 def test_interrupted_anywhere_and_run_again(done, corpus, tmp_path, monkeypatch, at):
     folder = interrupted(done, corpus, tmp_path / "run", monkeypatch, at)
-    train(run_config(keep_state=True), folder, corpus, machine())
+    train(run_config(**STATE), folder, corpus, machine())
     assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in done.iterdir())
     assert [weights(folder / checkpoint_name(s)) for s in (4, 8, 12)] == [
         weights(done / checkpoint_name(s)) for s in (4, 8, 12)
@@ -186,8 +192,8 @@ def test_interrupted_anywhere_and_run_again(done, corpus, tmp_path, monkeypatch,
 def test_a_torn_save_is_not_resumed_from(done, corpus, tmp_path, monkeypatch, torn):
     folder = interrupted(done, corpus, tmp_path / "run", monkeypatch, 7)
     tear(folder / torn)
-    train(run_config(keep_state=True), folder, corpus, machine())
-    assert loop.finished(folder, train_key(corpus), run_config(keep_state=True))
+    train(run_config(**STATE), folder, corpus, machine())
+    assert is_finished(folder, corpus)
     assert weights(folder / checkpoint_name(12)) == weights(done / checkpoint_name(12))
 
 
@@ -200,42 +206,91 @@ def test_the_save_of_another_configuration_is_not_resumed_from(done, corpus, tmp
     assert weights(folder / checkpoint_name(12)) != weights(done / checkpoint_name(12))
 
 
-def branch_config(**changes):
-    schedule = Schedule(shape="wsd", peak_lr=0.01, steps=10, warmup_steps=2, decay_steps=2)
-    return run_config(
-        schedule=schedule,
-        checkpoint_steps=(10,),
-        **{"branch_step": 8, "parent": "run", "parent_key": "k", **changes},
+def count_updates(monkeypatch):
+    """The number of updates made from now on, as a list that grows."""
+    real, made = Learner.update, []
+
+    def update(self, *args):
+        made.append(1)
+        return real(self, *args)
+
+    monkeypatch.setattr(Learner, "update", update)
+    return made
+
+
+LENT = [  # configuration, updates that are left to make when the run of ``done`` lends what it has
+    (dict(schedule=Schedule(shape="constant", peak_lr=0.01, steps=12, warmup_steps=2)), 4),
+    (dict(schedule=Schedule(shape="wsd", peak_lr=0.01, steps=9, warmup_steps=2, decay_steps=1), checkpoint_steps=(9,)), 1),
+    (dict(schedule=Schedule(shape="wsd", peak_lr=0.01, steps=7, warmup_steps=2, decay_steps=2), checkpoint_steps=(4, 7)), 3),
+    (dict(checkpoint_steps=(8, 12)), 0),
+    (dict(checkpoint_steps=(6, 12)), 8),  # nobody has its checkpoint at 6
+    (dict(reorder=(8, 3), checkpoint_steps=(12,)), 4),
+    (dict(reorder=(6, 3), checkpoint_steps=(12,)), 8),
+    (dict(schedule=Schedule(shape="constant", peak_lr=0.01, steps=12, warmup_steps=1)), 12),
+    (dict(schedule=Schedule(shape="constant", peak_lr=0.02, steps=12, warmup_steps=2)), 12),
+    (dict(seed=1), 12),
+    (dict(optimizer=OptimizerConfig(weight_decay=0.2)), 12),
+    (dict(sequences=2), 12),
+    (dict(precision="bf16"), 12),
+    (dict(model=toy.model_config(layers=2)), 12),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "left"), LENT)
+def test_what_another_run_shares_is_taken_from_it_and_the_result_is_the_same(
+    done, corpus, tmp_path, monkeypatch, changes, left
+):
+    config = run_config(**changes)
+    train(config, tmp_path / "alone", corpus, machine())
+    made = count_updates(monkeypatch)
+    key = train(config, tmp_path / "run", corpus, machine(), [done])
+    assert len(made) == left and key == loop.run_key(config, TokenSet.open(corpus, "train").id)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == sorted(
+        p.name for p in (tmp_path / "alone").iterdir()
     )
+    for step in config.checkpoint_steps:
+        a, b = (checkpoints.verify(tmp_path / f / checkpoint_name(step)) for f in ("run", "alone"))
+        assert weights(a.path) == weights(b.path) and (a.tokens, a.lr, a.phase) == (b.tokens, b.lr, b.phase)
+    logs = [pd.read_csv(tmp_path / f / "metrics.csv").drop(columns="seconds") for f in ("run", "alone")]
+    pd.testing.assert_frame_equal(*logs, check_exact=True)
+    assert is_finished(tmp_path / "run", corpus, config)
 
 
-def test_a_branch_goes_on_from_weights_moments_and_data_of_its_parent(done, corpus, tmp_path):
-    """Its parent decays over its last four updates, so that a branch at 8 whose schedule is the parent's is it."""
-    same = run_config(branch_step=8, parent="run", checkpoint_steps=(12,))
-    train(same, tmp_path / "branch", corpus, machine(), done)
-    assert weights(tmp_path / "branch" / checkpoint_name(12)) == weights(done / checkpoint_name(12))
-    log = pd.read_csv(tmp_path / "branch/metrics.csv")
-    assert log["step"].tolist() == [9, 12] and log["tokens"].tolist() == [576, 768]
-    point = checkpoints.read(tmp_path / "branch" / checkpoint_name(12))
-    assert (point.step, point.tokens, point.phase) == (12, 768, "decay")
-    assert json.loads((point.path / "checkpoint.json").read_text())["parent"] == "run"
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(corpus, tmp_path, monkeypatch):
+    """Twelve is no multiple of the rows of the log: the row that the end cut short is made whole."""
+    short = run_config(
+        schedule=Schedule(shape="constant", peak_lr=0.01, steps=10), checkpoint_steps=(10,), state_steps=(10,)
+    )
+    longer = run_config(
+        schedule=Schedule(shape="constant", peak_lr=0.01, steps=14), checkpoint_steps=(10, 14)
+    )
+    train(short, tmp_path / "short", corpus, machine())
+    assert pd.read_csv(tmp_path / "short/metrics.csv")["step"].tolist() == [3, 6, 9, 10]
+    train(longer, tmp_path / "alone", corpus, machine())
+    made = count_updates(monkeypatch)
+    train(longer, tmp_path / "run", corpus, machine(), [tmp_path / "short"])
+    assert len(made) == 4
+    logs = [pd.read_csv(tmp_path / f / "metrics.csv").drop(columns="seconds") for f in ("run", "alone")]
+    assert logs[0]["step"].tolist() == [3, 6, 9, 12, 14]
+    pd.testing.assert_frame_equal(*logs, check_exact=True)
 
 
-def test_a_branch_without_its_parents_checkpoint(done, corpus, tmp_path):
-    with pytest.raises(
-        UserError, match="no such checkpoint to branch from; the parent saves step-0000004, step-0000008"
-    ):
-        train(branch_config(branch_step=7), tmp_path / "branch", corpus, machine(), done)
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "checkpoint.json"])
+def test_what_is_torn_is_not_taken(done, corpus, tmp_path, monkeypatch, file):
+    lender = shutil.copytree(done, tmp_path / "lender")
+    tear(lender / checkpoint_name(8) / file)
+    made = count_updates(monkeypatch)
+    config = run_config(schedule=Schedule(shape="constant", peak_lr=0.01, steps=12, warmup_steps=2))
+    train(config, tmp_path / "run", corpus, machine(), [lender])
+    assert len(made) == 8  # from step 4
+
+
+def test_one_checkpoint_more_is_made_from_the_nearest_before_it(done, corpus, tmp_path, monkeypatch):
     folder = shutil.copytree(done, tmp_path / "run")
-    tear(folder / checkpoint_name(8) / checkpoints.STATE)
-    with pytest.raises(UserError, match="optimizer.safetensors: torn or changed checkpoint"):
-        train(branch_config(), tmp_path / "branch", corpus, machine(), folder)
-
-
-def test_a_branch_from_a_checkpoint_without_optimizer_state(corpus, tmp_path):
-    train(run_config(), tmp_path / "run", corpus, machine())
-    with pytest.raises(UserError, match="carries no optimizer state; branch from a checkpoint of a trunk"):
-        train(branch_config(), tmp_path / "branch", corpus, machine(), tmp_path / "run")
+    made = count_updates(monkeypatch)
+    train(run_config(checkpoint_steps=(4, 8, 10, 12), state_steps=(4, 8, 12)), folder, corpus, machine())
+    assert len(made) == 4
+    assert weights(folder / checkpoint_name(12)) == weights(done / checkpoint_name(12))
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
@@ -267,7 +322,7 @@ def test_divergence_names_step_rate_and_the_last_good_checkpoint(corpus, tmp_pat
         ({"checkpoint_steps": (8, 4, 12)}, "checkpoint_steps must ascend"),
         ({"checkpoint_steps": (0, 12)}, "checkpoint_steps must ascend"),
         ({"checkpoint_steps": ()}, "checkpoint_steps must ascend"),
-        ({"branch_step": 12}, "branch_step 12 is not before the end 12"),
+        ({"state_steps": (5,)}, "state_steps must be among checkpoint_steps"),
     ],
 )
 def test_runs_that_make_no_sense(changes, says):
@@ -281,13 +336,35 @@ def test_the_key_follows_everything_that_decides_weights(corpus):
     other = [
         run_config(seed=1),
         run_config(precision="bf16"),
-        run_config(keep_state=True),
-        run_config(parent_key="x"),
+        run_config(reorder=(11, 1)),
         run_config(schedule=Schedule(shape="wsd", peak_lr=0.02, steps=12, warmup_steps=2, decay_steps=4)),
+        run_config(schedule=Schedule(shape="wsd", peak_lr=0.01, steps=12, warmup_steps=2, decay_steps=3)),
         run_config(optimizer=OptimizerConfig(weight_decay=0.2)),
         run_config(model=toy.model_config(layers=2)),
-        run_config(checkpoint_steps=(12,)),
+        run_config(sequences=5),
     ]
     keys = {loop.run_key(c, train_id) for c in [base, *other]} | {loop.run_key(base, "another text")}
     assert len(keys) == len(other) + 2
-    assert loop.run_key(run_config(), train_id) == loop.run_key(base, train_id)
+    same = [
+        run_config(**STATE),
+        run_config(checkpoint_steps=(12,)),
+        run_config(parent="x"),
+        run_config(reorder=(12, 1)),
+    ]
+    assert {loop.run_key(c, train_id) for c in same} == {loop.run_key(base, train_id)}
+
+
+def test_the_hash_of_a_beginning_is_shared_up_to_where_runs_part(corpus):
+    schedules = [
+        Schedule(shape="constant", peak_lr=0.01, steps=20, warmup_steps=2),
+        Schedule(shape="wsd", peak_lr=0.01, steps=12, warmup_steps=2, decay_steps=4),
+    ]
+    trunk, branch = (
+        loop.prefix_keys(run_config(schedule=s, checkpoint_steps=(s.steps,)), range(30), "text")
+        for s in schedules
+    )
+    assert list(trunk) == list(range(21)) and list(branch) == list(range(13))
+    assert [s for s in branch if branch[s] == trunk[s]] == list(
+        range(9)
+    )  # update 8, the ninth, is the first to differ
+    assert len(set(trunk.values())) == 21

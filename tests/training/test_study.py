@@ -20,7 +20,7 @@ def make(members=None, **changes):
 
 
 def runs(members=None, **changes):
-    return expand(make(members, **changes), "text")
+    return expand(make(members, **changes))
 
 
 def keys(found):
@@ -35,22 +35,22 @@ def test_trunks_and_branches_by_hand():
         "trunk-cooldown-0.00192M-seed1", "trunk-cooldown-0.00384M-seed1",
     ]  # fmt: skip
     trunk, branch = found[0].config, found[3].config
-    assert trunk.checkpoint_steps == (30, 60) and trunk.keep_state and trunk.seed == 0
-    assert (branch.branch_step, branch.schedule.steps, branch.schedule.decay_steps) == (60, 90, 30)
-    assert branch.checkpoint_steps == (90,) and branch.parent == "trunk-seed0" and not branch.keep_state
-    assert branch.parent_key == loop.run_key(trunk, "text")
+    assert trunk.checkpoint_steps == trunk.state_steps == (30, 60) and trunk.seed == 0
+    assert (found[3].branch_step, branch.schedule.steps, branch.schedule.decay_steps) == (60, 90, 30)
+    assert branch.checkpoint_steps == (90,) and branch.parent == "trunk-seed0" and not branch.state_steps
     assert found[3].labels() == {
         "run": "trunk-cooldown-0.00384M-seed0", "member": "cooldown", "seed": 0, "shape": "wsd", "peak_lr": 0.01,
         "weight_decay": 0.1, "cooldown": "linear", "decay_tokens": 1920, "final_fraction": 0.0, "sequences": 4,
         "branch_tokens": 3840, "run_tokens": 5760, "width": 16, "parent": "trunk-seed0",
+        "data_seed": 0,
     }  # fmt: skip
 
 
 def test_branches_follow_their_trunk_and_then_decay_to_nothing():
     found = {r.name: r for r in runs()}
     for run in found.values():
-        if run.parent:
-            s, t, begin = run.config.schedule, found[run.parent].config.schedule, run.config.branch_step
+        if run.config.parent:
+            s, t, begin = run.config.schedule, found[run.config.parent].config.schedule, run.branch_step
             assert [lr_at(s, i) for i in range(begin)] == [lr_at(t, i) for i in range(begin)]
             assert lr_at(s, begin) < lr_at(s, begin - 1) and lr_at(s, s.steps) == 0.0
             assert phase_at(s, s.steps) == "decay"
@@ -178,7 +178,7 @@ def test_members_need_no_more_than_they_say():
 
 def test_a_trajectory_in_order_of_tokens_and_a_torn_one_named(finished_root, tmp_path, monkeypatch):
     monkeypatch.setenv("PTQ_DYNAMICS_ROOT", str(finished_root))
-    trunk = expand(make(), "text")[0]
+    trunk = expand(make())[0]
     points = study.trajectory("toy", trunk)
     assert [p.tokens for p in points] == [1920, 3840] and [p.phase for p in points] == ["stable", "stable"]
     whole = {f.name: f.read_bytes() for f in points[0].path.iterdir()}
@@ -198,7 +198,7 @@ def test_a_trajectory_in_order_of_tokens_and_a_torn_one_named(finished_root, tmp
 
 def test_curves_keep_the_last_step_and_average_between(finished_root, monkeypatch):
     monkeypatch.setenv("PTQ_DYNAMICS_ROOT", str(finished_root))
-    found = expand(make(), "text")
+    found = expand(make())
     full, thin = (
         study.training_curves("toy", found, points=100),
         study.training_curves("toy", found, points=3),
@@ -206,7 +206,7 @@ def test_curves_keep_the_last_step_and_average_between(finished_root, monkeypatc
     for run in found:
         a, b = full[full["run"] == run.name], thin[thin["run"] == run.name]
         assert b["step"].iloc[-1] == a["step"].iloc[-1] == run.config.schedule.steps
-        assert 3 <= len(b) < len(a) == (run.config.schedule.steps - (run.config.branch_step or 0)) // 5
+        assert 3 <= len(b) < len(a) == (run.config.schedule.steps - run.branch_step) // 5
         every = len(a) // 3
         assert b["loss"].iloc[-1] == pytest.approx(a["loss"].iloc[-every:].mean())
         assert a["step"].is_monotonic_increasing and b["step"].is_monotonic_increasing
@@ -225,10 +225,116 @@ def test_a_member_with_its_own_batch_and_its_branches():
     found = {r.name: r.config for r in runs({"trunk": {**TRUNK, "sequences": 8}, "cooldown": COOLDOWN})}
     trunk, branch = found["trunk-seed0"], found["trunk-cooldown-0.00384M-seed0"]
     assert (trunk.sequences, trunk.schedule.steps) == (8, 30)  # twice the batch, half the updates
-    assert (branch.sequences, branch.branch_step, branch.schedule.steps) == (8, 30, 45)
+    assert (branch.sequences, branch.schedule.steps, branch.schedule.decay_steps) == (8, 45, 15)
 
 
 def test_a_longer_list_renames_nothing():
     short = {r.name for r in runs({"a": {**TRUNK, "peak_lr": [0.1]}})}
     assert short == {"a-lr0.1-seed0", "a-lr0.1-seed1"}
     assert short < {r.name for r in runs({"a": {**TRUNK, "peak_lr": [0.1, 0.2]}})}
+
+
+def test_branches_that_differ_in_the_order_of_their_data():
+    found = runs(
+        {"trunk": TRUNK, "cooldown": {**COOLDOWN, "branch_at": [3840], "data_seeds": [0, 7]}}, seeds=[1]
+    )
+    assert [r.name for r in found[1:]] == [
+        "trunk-cooldown-0.00384M-order0-seed1",
+        "trunk-cooldown-0.00384M-order7-seed1",
+    ]
+    assert [r.config.reorder for r in found[1:]] == [(60, 0), (60, 7)] and found[0].config.reorder is None
+    assert [r.labels()["data_seed"] for r in found] == [1, 0, 7] and {r.config.seed for r in found} == {1}
+
+
+def test_a_dense_grid_is_kept_in_the_stable_phase_and_not_measured():
+    members = {
+        "trunk": TRUNK,
+        "cooldown": {**COOLDOWN, "branch_at": [3840]},
+        "wsd": {"tokens": 6400, "peak_lr": 0.02},
+    }
+    found = {r.member: r for r in runs(members, seeds=[0], dense_tokens=640)}
+    assert found["trunk"].config.checkpoint_steps == (10, 20, 30, 40, 50, 60)
+    assert found["trunk"].measured_steps == found["trunk"].config.state_steps == (30, 60)
+    assert found["cooldown"].config.checkpoint_steps == found["cooldown"].measured_steps == (90,)
+    assert found["wsd"].config.checkpoint_steps == (10, 20, 30, 40, 50, 60, 70, 80, 100)
+    assert found["wsd"].measured_steps == (30, 60, 80, 100) and found["wsd"].config.state_steps == (
+        30,
+        60,
+        80,
+    )
+
+
+SHARED = {  # decays begin at 1920 and 3840 tokens, on the grid
+    "wsd": {"tokens": [2400, 4800], "peak_lr": [0.01, 0.02]},
+    "constant": {"shape": "constant", "tokens": 3840, "peak_lr": 0.01},
+    "cosine": {"shape": "cosine", "tokens": 4800, "peak_lr": 0.01},
+}
+
+
+def test_a_plan_shares_what_runs_have_in_common(tmp_path):
+    steps = {s.run.name: s for s in study.plan(runs(SHARED, seeds=[0]), tmp_path / "toy", "text")}
+    assert {n: (s.start, s.after) for n, s in steps.items()} == {
+        "wsd-0.0048M-lr0.01-seed0": (0, ()),
+        "wsd-0.0048M-lr0.02-seed0": (0, ()),
+        "cosine-seed0": (0, ()),
+        "constant-seed0": (60, ("wsd-0.0048M-lr0.01-seed0",)),
+        "wsd-0.0024M-lr0.01-seed0": (30, ("wsd-0.0048M-lr0.01-seed0",)),
+        "wsd-0.0024M-lr0.02-seed0": (30, ("wsd-0.0048M-lr0.02-seed0",)),
+    }
+    assert all(s.lenders == tuple(tmp_path / "toy" / n for n in s.after) for s in steps.values())
+    order = list(steps)
+    assert all(order.index(n) < order.index(s.run.name) for s in steps.values() for n in s.after)
+
+
+def trained(monkeypatch):
+    """Names of the runs that make updates, with how many, from now on."""
+    real, made = loop.Learner.update, {}
+    inside = loop.train
+
+    def train(config, folder, *rest):
+        def update(self, *args):
+            made[folder.name] = made.get(folder.name, 0) + 1
+            return real(self, *args)
+
+        monkeypatch.setattr(loop.Learner, "update", update)
+        return inside(config, folder, *rest)
+
+    monkeypatch.setattr(loop, "train", train)
+    return made
+
+
+def test_another_study_takes_over_what_it_shares_and_trains_the_rest(root, monkeypatch):
+    members = {
+        "trunk": {**TRUNK, "tokens": 5760},
+        "cooldown": {**COOLDOWN, "branch_at": [3840], "tokens": 960},
+    }
+    study.pretrain("one", make(seeds=[0]), toy.MACHINE, workers=1)
+    made = trained(monkeypatch)
+    two = make(members, seeds=[0])
+    study.pretrain("two", two, toy.MACHINE, workers=1)
+    # a trunk that goes on where the first one ends; a cooldown half as long
+    assert made == {"trunk-seed0": 30, "trunk-cooldown-0.00384M-seed0": 15}
+    shared = {p.weights_id for r in expand(make(seeds=[0])) for p in study.trajectory("one", r)}
+    assert [p.weights_id in shared for p in study.trajectory("two", expand(two)[0])] == [True, True, False]
+
+
+def test_one_value_more_trains_its_runs_alone_and_one_less_none(root, monkeypatch):
+    sweep = {"a": {"tokens": 1920, "peak_lr": [0.01, 0.02]}}
+    more = {"a": {"tokens": 1920, "peak_lr": [0.01, 0.02, 0.05]}}
+    study.pretrain("sweep", make(sweep), toy.MACHINE, workers=1)
+    made = trained(monkeypatch)
+    assert len(study.pretrain("sweep", make(more), toy.MACHINE, workers=1)) == 6
+    assert made == {"a-lr0.05-seed0": 30, "a-lr0.05-seed1": 30}
+    assert len(study.pretrain("sweep", make(sweep), toy.MACHINE, workers=1)) == 4
+    assert len(study.pretrain("sweep", make(more), toy.MACHINE, workers=1)) == 6
+    assert sum(made.values()) == 60
+
+
+def test_a_member_with_its_own_grid():
+    members = {
+        "a": TRUNK,
+        "b": {**TRUNK, "checkpoint_tokens": 1280},
+        "c": {**TRUNK, "checkpoint_tokens": 10**9},
+    }
+    steps = {r.member: r.measured_steps for r in runs(members, seeds=[0])}
+    assert steps == {"a": (30, 60), "b": (20, 40, 60), "c": (60,)}

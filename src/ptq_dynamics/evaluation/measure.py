@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,6 +67,12 @@ class MeasureConfig:
     precision: Precision = "bf16"  # of the matrix products of every evaluation, base and quantized alike
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
     compile: bool = True  # torch.compile where a compiler is found
+    also: dict[str, tuple[QuantSpec, ...]] | None = None  # further quantizers, by study
+
+    def of(self, study: str) -> MeasureConfig:
+        """The configuration for one study."""
+        more = (self.also or {}).get(study, ())
+        return dataclasses.replace(self, quantizers=self.quantizers + more, also=None)
 
 
 def row_key(
@@ -91,7 +99,9 @@ def row_key(
     )
 
 
-def measure_checkpoint(checkpoint: Checkpoint, config: MeasureConfig, corpus: Path, rows: Path) -> list[str]:
+def measure_checkpoint(
+    checkpoint: Checkpoint, config: MeasureConfig, corpus: Path, rows: Path, lenders: Sequence[Path] = ()
+) -> list[str]:
     """Measure one checkpoint with every quantizer, computing what ``rows`` lacks; keys of all its rows.
 
     The base model and its quantized versions share one load, one dtype, the same tokens and the same code path.
@@ -100,11 +110,24 @@ def measure_checkpoint(checkpoint: Checkpoint, config: MeasureConfig, corpus: Pa
     calibration = TokenSet.open(corpus, config.calibration.set)
     texts = {"evaluation": evaluation.id, "calibration": calibration.id}
     keys = {spec: row_key(checkpoint, spec, config, texts) for spec in (None, *config.quantizers)}
-    missing = [spec for spec, key in keys.items() if read_row(rows / f"{key}.parquet") is None]
+    missing = [spec for spec, key in keys.items() if not _there(rows, key, lenders)]
     if missing:
         _measure_missing(missing, keys, checkpoint, config, evaluation, calibration, rows)
     progress.report(checkpoint.weights_id, 1, resumed=not missing, final=True)
     return list(keys.values())
+
+
+def _there(rows: Path, key: str, lenders: Sequence[Path]) -> bool:
+    """Whether a row is there, or can be copied from others who have measured the same weights in the same way."""
+    name = f"{key}.parquet"
+    if read_row(rows / name) is not None:
+        return True
+    for lender in lenders:
+        if read_row(lender / name) is not None:
+            with atomic_file(rows / name) as tmp:
+                shutil.copy(lender / name, tmp)
+            return True
+    return False
 
 
 def _measure_missing(
@@ -217,38 +240,42 @@ def measure(
     corpus: Path,
     folder: Path,
     workers: int,
+    lenders: Sequence[Path] = (),
 ) -> pd.DataFrame:
     """Measure every checkpoint of every trajectory; the tidy table, one row per (run, checkpoint, quantizer).
 
     Args:
         trajectories: checkpoints by run name, wherever they came from.
         folder: keeps ``rows/`` (one file per row) and the finished ``table.parquet`` with per-sequence losses.
+        lenders: folders of other measurements, whose rows are taken where they are the same.
 
     Returns:
         The table without per-sequence losses, full-precision rows (``method`` "none") included.
     """
     points = [(run, c) for run, cs in trajectories.items() for c in cs]
+    distinct = {c.weights_id: (run, c) for run, c in reversed(points)}  # runs may share their beginning
     rows = folder / "rows"
     sweep(rows)
     sweep(folder)
     with progress.watched():
-        progress.announce(f"measure {title}: {len(points)} checkpoints", len(points), "ckpt")
+        progress.announce(f"measure {title}: {len(distinct)} checkpoints", len(distinct), "ckpt")
         keys = fanout.run(
             [
                 fanout.Task(
                     key=f"{run}/{c.name}",
                     function=measure_checkpoint,
-                    args=(c, config, corpus, rows),
+                    args=(c, config, corpus, rows, [f / "rows" for f in lenders]),
                     log=folder / f"{run}-{c.name}.error.txt",
                     memory_gib=1.5,
                 )
-                for run, c in points
+                for run, c in distinct.values()
             ],
             workers,
         )
     records = []
     for run, c in points:
-        for key in keys[f"{run}/{c.name}"]:
+        first, same = distinct[c.weights_id]
+        for key in keys[f"{first}/{same.name}"]:
             row = read_row(rows / f"{key}.parquet")
             if row is None:
                 raise UserError(
@@ -269,9 +296,11 @@ def measure_study(name: str, study: Study, config: MeasureConfig, workers: int) 
     and ``reports/tables/training-<name>.csv`` (loss and learning rate along each run, thinned).
     """
     corpus = paths.corpus()
-    runs = expand(study, TokenSet.open(corpus, "train").id)
+    runs = expand(study)
     found = {r.name: trajectory(name, r) for r in runs}
-    table = measure(name, found, config, corpus, paths.measurements(name), workers)
+    folder = paths.measurements(name)
+    others = [f for f in sorted(folder.parent.glob("*")) if f != folder]
+    table = measure(name, found, config.of(name), corpus, folder, workers, others)
     labels = pd.DataFrame([r.labels() for r in runs])
     table = labels.merge(table.drop(columns=["versions", "key"]), on="run")
     write_csv(table, paths.tables() / f"measurements-{name}.csv")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -44,8 +44,12 @@ class Member:
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2  # of wsd: the last part of the run
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0  # of the peak
     sequences: Annotated[int, Field(ge=1)] | None = None  # per update; default: the study's
+    checkpoint_tokens: Tokens | None = None  # grid of checkpoints; default: the study's
     branch_of: str | None = None  # a member of this study
     branch_at: tuple[Tokens, ...] = ()  # tokens seen at the branch points: checkpoints of the parent
+    data_seeds: tuple[
+        Annotated[int, Field(ge=0)], ...
+    ] = ()  # of a branch: orders of its data; default: the parent's
 
 
 @config_dataclass()
@@ -57,6 +61,7 @@ class Study:
     sequences: Annotated[int, Field(ge=1)]  # per update
     warmup_tokens: Annotated[int, Field(ge=0)]
     checkpoint_tokens: Tokens  # grid of checkpoints
+    dense_tokens: Tokens | None = None  # finer grid of stable checkpoints, kept for averages and not measured
     decay_checkpoints: Annotated[int, Field(ge=1)] = 4  # evenly over a decay, its end included
     optimizer: OptimizerConfig = OptimizerConfig()  # a member's weight_decay takes the place of this one's
     precision: Precision = "bf16"
@@ -70,7 +75,8 @@ class Run:
     name: str  # folder name
     member: str
     config: RunConfig
-    parent: str | None  # name of the run it branches from
+    measured_steps: tuple[int, ...]  # the checkpoints that are measured
+    branch_step: int = 0  # of a branch: updates that it shares with its parent
 
     def labels(self) -> dict[str, object]:
         """What the tables say of it, so that no reader of a table needs the configuration."""
@@ -86,14 +92,15 @@ class Run:
             "decay_tokens": (s.steps - decay_start(s)) * per_step,
             "final_fraction": s.final_fraction,
             "sequences": self.config.sequences,
-            "branch_tokens": (self.config.branch_step or 0) * per_step,
+            "branch_tokens": self.branch_step * per_step,
             "run_tokens": s.steps * per_step,
             "width": self.config.model.width,
-            "parent": self.parent or "",
+            "parent": self.config.parent or "",
+            "data_seed": self.config.order_at(s.steps),
         }
 
 
-def expand(study: Study, train_id: str) -> list[Run]:
+def expand(study: Study) -> list[Run]:
     """All runs of a study, parents before their branches.
 
     Raises:
@@ -105,13 +112,12 @@ def expand(study: Study, train_id: str) -> list[Run]:
     order = sorted(study.members, key=lambda m: study.members[m].branch_of is not None)
     for name in order:
         member = study.members[name]
+        own = {f: getattr(member, f) for f in ("sequences", "checkpoint_tokens")}
+        study_of = dataclasses.replace(study, **{k: v for k, v in own.items() if v is not None})
         if member.branch_of is None:
-            own = (
-                study if member.sequences is None else dataclasses.replace(study, sequences=member.sequences)
-            )
-            runs += _scratch(own, name, member)
+            runs += _scratch(study_of, name, member)
         else:
-            runs += _branches(study, name, member, runs, train_id)
+            runs += _branches(study_of, name, member, runs)
     names = [r.name for r in runs]
     if twice := [n for n in names if names.count(n) > 1]:
         raise UserError(
@@ -123,7 +129,6 @@ def expand(study: Study, train_id: str) -> list[Run]:
 def _scratch(study: Study, name: str, m: Member) -> list[Run]:
     if m.tokens is None or m.peak_lr is None:
         raise UserError(f"member '{name}': a run that is no branch needs tokens and peak_lr")
-    parents = {o.branch_of for o in study.members.values()}
     axes = {
         "tokens": _values(name, "tokens", m.tokens),
         "peak_lr": _values(name, "peak_lr", m.peak_lr),
@@ -146,18 +151,19 @@ def _scratch(study: Study, name: str, m: Member) -> list[Run]:
             decay_steps=max(1, round(steps * m.decay_fraction)) if m.shape == "wsd" else 0,
             cooldown=v["cooldown"], final_fraction=m.final_fraction,
         )  # fmt: skip
-        config = dict(
-            optimizer=_optimizer(study, v["weight_decay"]), schedule=schedule, keep_state=name in parents
-        )
+        steps_at = _grid(study, study.checkpoint_tokens, 0, schedule)
         for seed in study.seeds:
-            label = _label(name, m, v) + f"-seed{seed}"
-            steps_at = _grid(study, 0, schedule)
-            runs.append(Run(label, name, _config(study, seed, checkpoint_steps=steps_at, **config), None))
+            run = _run(
+                study, _label(name, m, v) + f"-seed{seed}", name, steps_at, seed=seed, schedule=schedule,
+                optimizer=_optimizer(study, v["weight_decay"]),
+                state_steps=tuple(x for x in steps_at if phase_at(schedule, x) == "stable"),
+            )  # fmt: skip
+            runs.append(run)
     return runs
 
 
-def _branches(study: Study, name: str, m: Member, runs: list[Run], train_id: str) -> list[Run]:
-    of = [r for r in runs if r.member == m.branch_of and r.parent is None]
+def _branches(study: Study, name: str, m: Member, runs: list[Run]) -> list[Run]:
+    of = [r for r in runs if r.member == m.branch_of and r.config.parent is None]
     if not of:
         known = ", ".join(k for k, o in study.members.items() if o.branch_of is None)
         raise UserError(
@@ -171,12 +177,14 @@ def _branches(study: Study, name: str, m: Member, runs: list[Run], train_id: str
         )
     out = []
     cooldowns = _values(name, "cooldown", m.cooldown)
-    for parent, at, cooldown in itertools.product(of, _values(name, "branch_at", m.branch_at), cooldowns):
+    orders = _values(name, "data_seeds", m.data_seeds) or (None,)
+    points = _values(name, "branch_at", m.branch_at)
+    for parent, at, cooldown, order in itertools.product(of, points, cooldowns, orders):
         p = parent.config
         own = dataclasses.replace(study, sequences=p.sequences)
         begin = _steps(own, at)
-        if begin not in p.checkpoint_steps:
-            grid = ", ".join(str(s * p.tokens_per_step) for s in p.checkpoint_steps)
+        if begin not in parent.measured_steps:
+            grid = ", ".join(str(s * p.tokens_per_step) for s in parent.measured_steps)
             raise UserError(
                 f"member '{name}': branch_at {at} is no checkpoint of '{parent.name}'; its tokens: {grid}"
             )
@@ -189,25 +197,36 @@ def _branches(study: Study, name: str, m: Member, runs: list[Run], train_id: str
             shape="wsd", peak_lr=p.schedule.peak_lr, steps=begin + decay, warmup_steps=p.schedule.warmup_steps,
             decay_steps=decay, cooldown=cooldown, final_fraction=m.final_fraction,
         )  # fmt: skip
-        config = _config(
-            own, p.seed, optimizer=p.optimizer, schedule=schedule, parent=parent.name,
-            parent_key=loop.run_key(p, train_id), branch_step=begin,
-            checkpoint_steps=_grid(own, begin, schedule),
-        )  # fmt: skip
         stem = parent.name.removesuffix(f"-seed{p.seed}")
         label = (
             f"{stem}-{name}-{_short(at)}"
             + (f"-{cooldown}" if isinstance(m.cooldown, tuple) else "")
+            + (f"-order{order}" if order is not None else "")
             + f"-seed{p.seed}"
         )
-        out.append(Run(label, name, config, parent.name))
+        run = _run(
+            own, label, name, _grid(own, own.checkpoint_tokens, begin, schedule), branch_step=begin, seed=p.seed,
+            schedule=schedule, optimizer=p.optimizer, parent=parent.name,
+            reorder=None if order is None else (begin, order),
+        )  # fmt: skip
+        out.append(run)
     return out
 
 
-def _config(study: Study, seed: int, **rest: object) -> RunConfig:
-    return RunConfig(
-        model=study.model, sequences=study.sequences, seed=seed, precision=study.precision, **rest
+def _run(
+    study: Study, label: str, member: str, measured: tuple[int, ...], branch_step: int = 0, **rest: Any
+) -> Run:
+    """A run of ``study`` that keeps the checkpoints to be measured and, of its stable phase, the dense grid."""
+    dense: tuple[int, ...] = ()
+    if study.dense_tokens is not None:
+        schedule = rest["schedule"]
+        grid = _grid(study, study.dense_tokens, branch_step, schedule)
+        dense = tuple(x for x in grid if phase_at(schedule, x) == "stable")
+    config = RunConfig(
+        model=study.model, sequences=study.sequences, precision=study.precision,
+        checkpoint_steps=tuple(sorted({*measured, *dense})), **rest,
     )  # fmt: skip
+    return Run(label, member, config, measured, branch_step)
 
 
 def _optimizer(study: Study, weight_decay: float) -> OptimizerConfig:
@@ -219,9 +238,9 @@ def _steps(study: Study, tokens: int, least: int = 1) -> int:
     return max(least, round(tokens / (study.sequences * study.model.context)))
 
 
-def _grid(study: Study, begin: int, s: Schedule) -> tuple[int, ...]:
-    """Steps at which checkpoints are taken: an even grid in tokens, denser in the decay, always the end."""
-    every = _steps(study, study.checkpoint_tokens)
+def _grid(study: Study, tokens: int, begin: int, s: Schedule) -> tuple[int, ...]:
+    """Steps at which checkpoints are taken: an even grid in tokens, another in the decay, always the end."""
+    every = _steps(study, tokens)
     decay = decay_start(s)
     steady = [x for x in range(every, min(decay, s.steps) + 1, every) if x > begin]
     if decay < s.steps and s.shape == "wsd":
@@ -261,33 +280,71 @@ def _short(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+@dataclass(frozen=True)
+class Step:
+    """One run of a plan.
+
+    Attributes:
+        start: updates that need not be made, since another run has made them or will have by then.
+        lenders: folders of those runs.
+        after: names of those among them that the plan trains first.
+    """
+
+    run: Run
+    start: int
+    lenders: tuple[Path, ...]
+    after: tuple[str, ...]
+
+
+def plan(runs: Sequence[Run], base: Path, train_id: str) -> list[Step]:
+    """In which order to train ``runs`` into ``base``, the longest first, and what each takes from others.
+
+    Any run of any study may lend what it shares: everything beside ``base`` is looked through.
+    """
+    lendable = [p for folder in sorted(base.parent.glob("*/*")) for p in loop.points(folder)]
+    names: dict[Path, str] = {}
+    steps = []
+    for run in sorted(runs, key=lambda r: (r.branch_step > 0, r.branch_step - r.config.schedule.steps)):
+        folder = base / run.name
+        there = loop.points(folder, resume=True) + [p for p in lendable if p.run != folder]
+        keys = loop.prefix_keys(
+            run.config, {*run.config.checkpoint_steps, *(p.step for p in there)}, train_id
+        )
+        begin = loop.spared(run.config, keys, there)
+        lenders = tuple(sorted(begin.runs - {folder}))
+        steps.append(Step(run, begin.start, lenders, tuple(names[f] for f in lenders if f in names)))
+        if begin.start < run.config.schedule.steps:
+            names[folder] = run.name
+            lendable += loop.promised(run.config, folder, keys)
+    return steps
+
+
 def pretrain(study_name: str, study: Study, machine: Machine, workers: int) -> pd.DataFrame:
     """Train what is missing of a study, ``workers`` runs at a time; one row per run for the lab record.
 
-    Finished runs are recognised by their hash and kept; an interrupted run goes on from its last save.
+    Finished runs are recognised by their hash and kept; an interrupted run goes on from its last save; a run that
+    shares its beginning with another, of this study or any, takes that from it.
     """
     from ..corpus.tokens import TokenSet
 
-    corpus = paths.corpus()
-    train_id = TokenSet.open(corpus, "train").id
-    runs = expand(study, train_id)
-    base = paths.runs(study_name)
-    total = sum(
-        (r.config.schedule.steps - (r.config.branch_step or 0)) * r.config.tokens_per_step for r in runs
-    )
+    corpus, base = paths.corpus(), paths.runs(study_name)
+    runs = expand(study)
+    steps = plan(runs, base, TokenSet.open(corpus, "train").id)
+    left = [(s.run.config.schedule.steps - s.start) * s.run.config.tokens_per_step for s in steps]
     with progress.watched():
-        progress.announce(f"pretrain {study_name}: {len(runs)} runs", total, "tok")
+        title = f"pretrain {study_name}: {len(runs)} runs, {left.count(0)} of them there"
+        progress.announce(title, sum(left), "tok")
         fanout.run(
             [
                 fanout.Task(
-                    key=r.name,
+                    key=s.run.name,
                     function=loop.train,
-                    args=(r.config, base / r.name, corpus, machine, base / r.parent if r.parent else None),
-                    log=base / f"{r.name}.error.txt",
-                    after=(r.parent,) if r.parent else (),
+                    args=(s.run.config, base / s.run.name, corpus, machine, s.lenders, s.start),
+                    log=base / f"{s.run.name}.error.txt",
+                    after=s.after,
                     memory_gib=1.5,
                 )
-                for r in runs
+                for s in steps
             ],
             workers,
         )
@@ -299,20 +356,21 @@ def _record(run: Run, folder: Path) -> dict[str, object]:
 
     record = read_json(folder / loop.RECORD, hint="run pretrain again")
     log = pd.read_csv(folder / loop.METRICS)
-    updates = run.config.schedule.steps - (run.config.branch_step or 0)
     return run.labels() | {
         "final_loss": log["loss"].iloc[-1],
-        "tokens_per_second": round(updates * run.config.tokens_per_step / max(record["seconds"], 1e-9)),
+        "tokens_per_second": round(record["tokens"] / max(record["seconds"], 1e-9)),
         "parameters": record["parameters"],
         "compiled": record["compiled"],
     }
 
 
 def training_curves(study_name: str, runs: list[Run], points: int) -> pd.DataFrame:
-    """The metrics logs of ``runs``: about ``points`` rows each (loss averaged between them), with run and seed."""
+    """The metrics logs of ``runs``, of branches from the branch point on: about ``points`` rows each (loss averaged
+    between them), with run and seed."""
     parts = []
     for r in runs:
         log = pd.read_csv(paths.runs(study_name) / r.name / loop.METRICS).drop(columns="seconds")
+        log = log[log["step"] > r.branch_step]
         every = max(1, len(log) // points)
         part = (
             np.arange(len(log))[::-1] // every
@@ -324,11 +382,12 @@ def training_curves(study_name: str, runs: list[Run], points: int) -> pd.DataFra
     return pd.concat(parts, ignore_index=True)
 
 
-def trajectory(study_name: str, run: Run) -> list[Checkpoint]:
-    """The checkpoints of one finished run in order of tokens.
+def trajectory(study_name: str, run: Run, dense: bool = False) -> list[Checkpoint]:
+    """The checkpoints of one finished run in order of tokens: those to be measured, or (``dense``) all that it kept.
 
     Raises:
         UserError: one is missing or torn.
     """
     folder = paths.runs(study_name) / run.name
-    return [checkpoints.verify(folder / loop.checkpoint_name(s)) for s in run.config.checkpoint_steps]
+    steps = run.config.checkpoint_steps if dense else run.measured_steps
+    return [checkpoints.verify(folder / loop.checkpoint_name(s)) for s in steps]

@@ -55,13 +55,15 @@ def save(
     step: int,
     lr: float,
     phase: str,
-    parent: str | None,
+    parent: str | None = None,
+    key: str = "",
     state: Mapping[str, torch.Tensor] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> Checkpoint:
     """Write a checkpoint whole or not at all.
 
     Args:
+        key: hash of all that decides these weights (``training.loop.prefix_keys``).
         state: the optimizer's, where a branch or resume needs it.
         texts: further text files of the folder, by name.
     """
@@ -82,6 +84,7 @@ def save(
             "lr": lr,
             "phase": phase,
             "parent": parent,
+            "key": key,
             "weights_sha256": sha256_file(tmp / WEIGHTS),
             "state_sha256": sha256_file(tmp / STATE) if state is not None else None,
         }
@@ -96,7 +99,7 @@ def read(folder: Path) -> Checkpoint:
         UserError: not a checkpoint, or its description is broken.
     """
     folder = Path(folder)
-    meta = _meta(folder)
+    meta = read_meta(folder)
     try:
         keep = {f.name: meta[f.name] for f in dataclasses.fields(Checkpoint) if f.name in meta}
         return Checkpoint(name=folder.name, path=folder, weights_id=meta["weights_sha256"], **keep)
@@ -112,7 +115,7 @@ def verify(folder: Path) -> Checkpoint:
     Raises:
         UserError: a file is missing, cut short or changed; the line names it and the fix.
     """
-    meta = _meta(folder)
+    meta = read_meta(folder)
     for name, key in ((WEIGHTS, "weights_sha256"), (STATE, "state_sha256")):
         if meta.get(key) is None:
             continue
@@ -120,6 +123,15 @@ def verify(folder: Path) -> Checkpoint:
         if not path.is_file() or sha256_file(path) != meta[key]:
             raise UserError(f"{path}: torn or changed checkpoint; delete its folder and run pretrain again")
     return read(folder)
+
+
+def copy(source: Path, folder: Path) -> None:
+    """Copy a checkpoint, whole or not at all; without what only a restart needs."""
+    keep = {p.name for p in Path(source).iterdir()} - {STATE}
+    with atomic_dir(Path(folder)) as tmp:
+        for name in sorted(keep):
+            shutil.copy(Path(source) / name, tmp / name)
+        write_json(tmp / META, read_meta(source) | {"state_sha256": None})
 
 
 def is_whole(folder: Path) -> bool:
@@ -181,7 +193,12 @@ def load_state(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / STATE)
 
 
-def _meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Path) -> dict[str, Any]:
+    """``checkpoint.json`` as written.
+
+    Raises:
+        UserError: there is none, or it is broken.
+    """
     return read_json(
         Path(folder) / META, hint="not a whole checkpoint: delete the folder and run pretrain again"
     )
