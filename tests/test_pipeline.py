@@ -25,11 +25,12 @@ STUDIES = {  # members of every study that has stages; 64 tokens an update
     "cooldowns": {"linear": {"tokens": 1280, "peak_lr": 0.01}, "final_10": {"tokens": 1280, "peak_lr": 0.01, "final_fraction": 0.1}},
     "soups": toy.STUDY["members"] | {"cooldown": {**toy.STUDY["members"]["cooldown"], "data_seeds": [0, 1]}},
 }  # fmt: skip
-FINDINGS = ["token_budgets", "peak_lr", "schedules", "weight_decay", "cooldowns"]
+FINDINGS = ["token_budgets", "peak_lr", "schedules", "weight_decay", "cooldowns", "averaging", "wild"]
 STAGES = {
     "corpus",
     *(f"{kind}@{study}" for kind in ("pretrain", "measure") for study in STUDIES),
     *(f"finding_{name}" for name in FINDINGS),
+    *("average", "publish", "wild@mini"),
     "claims",
 }
 
@@ -76,6 +77,14 @@ def params(root: Path, of: str = "", **changes: object) -> None:
         "studies": studies,
         "measure": toy.MEASURE
         | {"quantizers": [{"method": "gptq", "bits": b, "group_size": 16} for b in (4, 3)]},
+        "averaging": {
+            "study": "token_budgets",
+            "soups_study": "soups",
+            "window": 2,
+            "windows": [2],
+            "intervals": [1],
+            "decay_window": 1,
+        },
         "verdicts": False,
     }
     with open(root / "params.yaml", "w") as f:

@@ -14,6 +14,7 @@ from .core.config import config_dataclass, load, one_of, read_yaml
 from .core.errors import UserError
 from .core.files import write_text
 from .corpus.build import CorpusConfig
+from .evaluation.averages import AveragingConfig
 from .evaluation.measure import MeasureConfig
 from .training.loop import Machine
 from .training.study import Study
@@ -31,6 +32,7 @@ class Params:
     corpus: CorpusConfig
     studies: dict[str, Study]
     measure: MeasureConfig
+    averaging: AveragingConfig | None = None
     verdicts: bool = True  # False: too small to judge a claim, verdicts read "inconclusive"
 
 

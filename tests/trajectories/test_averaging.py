@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -274,6 +277,40 @@ def test_memory_does_not_grow_with_the_number_of_checkpoints(tmp_path, monkeypat
     biggest = max(v.numel() * 4 for v in read(folders[0]).values())
     assert most == 1
     assert max(sum(v.numel() * v.element_size() for v in s.values()) for s in sums) <= max(size // 4, biggest)
+
+
+PEAK = """
+import gc, pathlib, sys
+import torch
+from ptq_dynamics.trajectories.averaging import lawa
+
+def kib(key):
+    return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith(key))
+
+torch.set_num_threads(1)
+folders = sorted(pathlib.Path(sys.argv[1]).glob("step*"))
+lawa(folders[:2], folders[0].with_name("imports"), window=2)
+gc.collect()
+before = kib("VmRSS")
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+lawa(folders, folders[0].with_name("out"), window=len(folders))
+print(1024 * (kib("VmHWM") - before))
+"""
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/clear_refs"), reason="peak memory is read from Linux's /proc"
+)
+def test_lawa_of_fifty_checkpoints_takes_the_memory_of_two(tmp_path):
+    """The process's own peak; the mini model made wide, so that its weights outweigh the interpreter's noise."""
+    config = dict(hidden_size=512, intermediate_size=2048, num_attention_heads=2, vocab_size=1024)
+    drawn = checkpoints(tmp_path / "drawn", 3, "GPTNeoX", **config)
+    for k in range(50):
+        shutil.copytree(drawn[k % 3], tmp_path / f"step{k:02d}", copy_function=os.link)
+    size = (drawn[0] / "model.safetensors").stat().st_size
+    run = [sys.executable, "-c", PEAK, str(tmp_path)]
+    peak = int(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+    assert size > 25e6 and size < peak <= 2 * size
 
 
 @pytest.mark.parametrize(

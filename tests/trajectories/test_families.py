@@ -74,7 +74,7 @@ def test_sampled_revisions_have_the_facts_of_the_independent_table(family, name,
 
 def test_every_family_of_the_study_is_there():
     wanted = "olmo1_1b olmo1_7b olmo2_1b olmo2_7b olmo2_13b olmo2_32b smollm3_3b apertus_8b opensci_1p3b opensci_1p7b"
-    assert set(wanted.split()) | {"amber_7b", "pythia_70m", "pythia_160m"} == set(FAMILIES)
+    assert set(wanted.split()) | {"amber_7b", "pythia_70m", "pythia_160m", "mini"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(("key", "stage"), STAGES)

@@ -126,6 +126,7 @@ class Family:
     tied: bool | None = None
     remote_code: str | None = None  # why its repository's own code must be trusted; None: it need not be
     requires: str | None = None  # a further package
+    hub: str | None = None  # folder (from the root) in the Hub client's cache layout; None: the public Hub
     post_training: tuple[str, ...] = ()  # revisions after pretraining, without step and LR
     doubts: tuple[str, ...] = ()  # further facts that are not certain, told in captions
     notes: tuple[str, ...] = ()

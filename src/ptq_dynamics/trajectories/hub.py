@@ -23,7 +23,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,6 +142,7 @@ def resolve(
     cache: Path | None = None,
     offline: bool | None = None,
     token: str | None = None,
+    refs: Mapping[str, str] | None = None,
 ) -> Plan:
     """Check revision names against the repository's refs and list what would be downloaded. Downloads nothing.
 
@@ -153,17 +154,16 @@ def resolve(
         endpoint: URL of the Hub (default: ``HF_ENDPOINT`` or the public one).
         cache: folder (default: ``HF_HUB_CACHE``, the one shared with transformers).
         offline: use the cache only (default: ``HF_HUB_OFFLINE``).
+        refs: from ``list_refs``, if asked for already.
 
     A revision that does not exist, or holds no weights, is in ``plan.skipped`` with the nearest name.
 
     Raises:
         UserError: repository missing, gated or unreachable, or none of the revisions usable.
     """
-    cache = Path(cache or constants.HF_HUB_CACHE).expanduser().resolve()
-    offline = constants.HF_HUB_OFFLINE if offline is None else offline
-    endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
+    cache, offline, endpoint = _where(cache, offline, endpoint)
     api = HfApi(endpoint=endpoint, token=token)
-    refs = _cached_refs(cache, repo) if offline else _remote_refs(api, repo)
+    refs = refs or list_refs(repo, endpoint=endpoint, cache=cache, offline=offline, token=token)
     names = sorted(refs, key=_natural) if revisions is None else list(dict.fromkeys(revisions))
 
     found, skipped = [], []
@@ -195,6 +195,56 @@ def resolve(
         )
         raise UserError(f"{repo}: no usable revision{told}; name others")
     return Plan(repo, tuple(found), tuple(skipped), cache, endpoint, offline, remote_code, token)
+
+
+def list_refs(
+    repo: str,
+    *,
+    endpoint: str | None = None,
+    cache: Path | None = None,
+    offline: bool | None = None,
+    token: str | None = None,
+) -> dict[str, str]:
+    """Branches and tags of a repository to commits (offline: those in the cache). Arguments as in ``resolve``.
+
+    Raises:
+        UserError: repository missing, gated or unreachable.
+    """
+    cache, offline, endpoint = _where(cache, offline, endpoint)
+    return _cached_refs(cache, repo) if offline else _remote_refs(HfApi(endpoint=endpoint, token=token), repo)
+
+
+def fetch_tokenizer(plan: Plan, repo: str) -> Path:
+    """The tokenizer of another repository than the plan's (its main branch), as a folder in the same cache.
+
+    Raises:
+        UserError: no such repository, or it holds no tokenizer.
+    """
+    where = {"endpoint": plan.endpoint, "cache": plan.cache, "offline": plan.offline, "token": plan.token}
+    refs = list_refs(repo, **where)
+    commit = refs.get("main") or next(iter(refs.values()))
+    api = HfApi(endpoint=plan.endpoint, token=plan.token)
+    try:
+        listed = (
+            _cached_files(plan.cache, repo, commit)
+            if plan.offline
+            else _remote_files(api, plan.cache, repo, commit)
+        )
+        files = [f.path for f in listed if TOKENIZER_FILES.fullmatch(f.path)]
+        if not files:
+            raise UserError(f"{repo}: holds no tokenizer; name another repository")
+        for path in files if not plan.offline else ():
+            _retry(
+                lambda path=path: hf_hub_download(
+                    repo, path, revision=commit, cache_dir=plan.cache, endpoint=plan.endpoint,
+                    token=plan.token, tqdm_class=_Quiet,
+                ),
+                tries=3,
+            )  # fmt: skip
+    except (HfHubHTTPError, _HTTP_ERROR, OSError) as e:
+        _raise_if_hopeless(e, repo, plan.endpoint)
+        raise UserError(f"{repo}: its tokenizer cannot be fetched ({_one_line(e)}); try again later") from e
+    return _folder(plan.cache, repo) / "snapshots" / commit
 
 
 def fetch(
@@ -255,6 +305,14 @@ def fetch(
         raise UserError(f"{plan.repo}: no revision came through ({last})")
 
 
+def forget(plan: Plan) -> None:
+    """Delete the plan's revisions from the cache, save those that were there when it was made."""
+    ours = {r.commit for r in plan.revisions if r.to_download}
+    cached = {r.commit_hash for repo in scan_cache_dir(plan.cache).repos for r in repo.revisions}
+    if ours & cached and not plan.offline:
+        scan_cache_dir(plan.cache).delete_revisions(*(ours & cached)).execute()
+
+
 def needed_files(paths: Iterable[str], *, tokenizer: bool = False, remote_code: bool = False) -> list[str]:
     """The files of a repository that loading it takes: weights in one format only, config, tokenizer if asked.
 
@@ -267,7 +325,8 @@ def needed_files(paths: Iterable[str], *, tokenizer: bool = False, remote_code: 
     kind = next((w for w in _WEIGHTS if w in top), None)
     if kind is None:
         raise ValueError("holds no weights (model.safetensors or pytorch_model.bin)")
-    keep = ["config.json", kind] + [p for p in ("generation_config.json",) if p in top]
+    # checkpoint.json: a few bytes that say where on its run one of our own checkpoints lies
+    keep = ["config.json", kind] + [p for p in ("generation_config.json", "checkpoint.json") if p in top]
     if kind.endswith(".index.json"):
         stem, suffix = kind.removesuffix(".index.json").rsplit(".", 1)
         shard = re.compile(rf"{stem}-(\d+)-of-(\d+)\.{suffix}")
@@ -318,6 +377,15 @@ def step_and_tokens(name: str) -> tuple[int | None, int | None]:
 
 
 # --- what is there ---
+
+
+def _where(cache: Path | None, offline: bool | None, endpoint: str | None) -> tuple[Path, bool, str]:
+    """The client's defaults for what is not given."""
+    return (
+        Path(cache or constants.HF_HUB_CACHE).expanduser().resolve(),
+        constants.HF_HUB_OFFLINE if offline is None else offline,
+        (endpoint or constants.ENDPOINT).rstrip("/"),
+    )
 
 
 def _remote_refs(api: HfApi, repo: str) -> dict[str, str]:
