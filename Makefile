@@ -33,6 +33,7 @@ lint: $(READY)
 bench: $(READY)
 	.venv/bin/python benchmarks/training.py
 	.venv/bin/python benchmarks/measure.py
+	.venv/bin/python benchmarks/fanout.py
 
 # Sets $$python to the first interpreter that pyproject.toml's requires-python admits.
 define find_python

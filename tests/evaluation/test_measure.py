@@ -145,16 +145,20 @@ def test_a_quantizer_more_computes_its_row_alone(measured, point, corpus, tmp_pa
     assert again["relative_weight_error"].iloc[3] > 2 * again["relative_weight_error"].iloc[2]
 
 
-@pytest.mark.parametrize("architecture", ["neox", "llama"])
-def test_a_quantized_row_does_not_depend_on_whether_the_base_is_measured_with_it(
-    point, corpus, tmp_path, architecture
-):
-    if architecture == "llama":
-        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-            initializer_range=0.3,
-        ))  # fmt: skip
-        point = checkpoints.save(tmp_path / "c", made, corpus / "tokenizer", **PLACE)
+@pytest.fixture(scope="module", params=["neox", "llama"])
+def any_point(request, point, corpus, tmp_path_factory):
+    """A checkpoint of an architecture with a lean forward pass, and of one without; read only."""
+    if request.param == "neox":
+        return point
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        initializer_range=0.3,
+    ))  # fmt: skip
+    return checkpoints.save(tmp_path_factory.mktemp("llama") / "c", made, corpus / "tokenizer", **PLACE)
+
+
+def test_a_quantized_row_does_not_depend_on_whether_the_base_is_measured_with_it(any_point, corpus, tmp_path):
+    point = any_point
     whole = measure("toy", {"run": [point]}, config(), corpus, tmp_path / "m", workers=1)
     (tmp_path / "m" / "rows" / f"{whole['key'][1]}.parquet").unlink()
     again = measure("toy", {"run": [point]}, config(), corpus, tmp_path / "m", workers=1)
@@ -307,3 +311,27 @@ def test_further_quantizers_of_one_study():
     told = config(also={"toy": [more]})
     assert [q.bits for q in told.of("toy").quantizers] == [3, 4, 2]
     assert told.of("another") == config()
+
+
+def test_block_by_block_gives_the_rows_of_the_whole_model(any_point, corpus, tmp_path, monkeypatch):
+    done = watch(monkeypatch)
+    whole, blockwise = (
+        measure("toy", {"run": [any_point]}, config(streaming=s), corpus, tmp_path / s, workers=1)
+        for s in ("never", "always")
+    )
+    assert len(done) == 5  # the whole model alone: three evaluations, two quantizers
+    assert set(whole["key"]).isdisjoint(blockwise["key"])
+    columns = [c for c in whole if c not in ("key", "seconds", "versions")]
+    # GPTNeoX has a forward pass of its own in memory, which keeps more in float32
+    neox = "gpt_neox" in (any_point.path / "config.json").read_text()
+    exact = dict(rtol=2e-3, atol=2e-3) if neox else dict(rtol=0, atol=0)
+    pd.testing.assert_frame_equal(blockwise[columns], whole[columns], **exact)
+
+
+def test_what_does_not_fit_is_measured_block_by_block(point, monkeypatch):
+    memory = type("Memory", (), {"total": 10**12})
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: memory)
+    assert not module.is_streamed(point, config())
+    size = (point.path / checkpoints.WEIGHTS).stat().st_size
+    memory.total = 2 * size  # twice the float32 weights are more than 80 % of it
+    assert module.is_streamed(point, config()) and not module.is_streamed(point, config(streaming="never"))

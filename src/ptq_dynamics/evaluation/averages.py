@@ -292,9 +292,7 @@ def measure_averages(
         for a in averages:
             found.setdefault(a.run, []).append(build(a, folder()))
             progress.report(f"{a.run}/{found[a.run][-1].name}", 1, final=True)
-        table = measure(
-            NAME, found, measuring.of(NAME), paths.corpus(), paths.measurements(NAME), workers
-        )
+        table = measure(NAME, found, measuring.of(NAME), paths.corpus(), paths.measurements(NAME), workers)
     labels = pd.DataFrame([{**a.labels} for a in averages]).drop_duplicates("run")
     table = labels.merge(table.drop(columns=["versions", "key"]), on="run")
     write_csv(table, paths.tables() / f"measurements-{NAME}.csv")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -19,7 +20,7 @@ from pydantic import Field
 from ..core import devices, fanout, paths, progress, provenance
 from ..core.config import asdict, config_dataclass, digest
 from ..core.errors import UserError
-from ..core.files import atomic_file, sweep, write_text
+from ..core.files import atomic_file, read_json, sweep, write_text
 from ..corpus.tokens import TokenSet
 from ..models import neox
 from ..quantization.quantizer import quantize, restore, snapshot
@@ -29,6 +30,7 @@ from ..trajectories import checkpoints
 from ..trajectories.checkpoints import Checkpoint
 from .intervals import paired_bootstrap
 from .losses import Precision, sequence_losses
+from .streaming import stream_measure
 
 NUMERICS = (
     "ptq_dynamics.models.neox",
@@ -67,6 +69,9 @@ class MeasureConfig:
     precision: Precision = "bf16"  # of the matrix products of every evaluation, base and quantized alike
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
     compile: bool = True  # torch.compile where a compiler is found
+    streaming: Literal["auto", "always", "never"] = (
+        "auto"  # block by block; auto: what does not fit the memory
+    )
     also: dict[str, tuple[QuantSpec, ...]] | None = None  # further quantizers, by study
 
     def of(self, study: str) -> MeasureConfig:
@@ -76,17 +81,21 @@ class MeasureConfig:
 
 
 def row_key(
-    checkpoint: Checkpoint, spec: QuantSpec | None, config: MeasureConfig, texts: Mapping[str, str]
-) -> str:
+    checkpoint: Checkpoint, spec: QuantSpec | None, config: MeasureConfig, texts: Mapping[str, str],
+    streamed: bool = False,
+) -> str:  # fmt: skip
     """Hash of all that decides a row: weights, quantizer, both texts, dtype, code and library versions.
 
     Args:
         spec: None for the full-precision row.
         texts: content hashes of the ``evaluation`` and ``calibration`` sets.
+        streamed: whether it is measured block by block, which rounds differently for GPTNeoX.
     """
     calibrated = spec is not None and spec.method != "rtn"
+    path = {"streaming": provenance.fingerprint("ptq_dynamics.evaluation.streaming")} if streamed else {}
     return digest(
-        {
+        path
+        | {
             "weights": checkpoint.weights_id,
             "spec": asdict(spec) if spec else None,
             "evaluation": asdict(config.evaluation) | {"id": texts["evaluation"]},
@@ -109,10 +118,11 @@ def measure_checkpoint(
     evaluation = TokenSet.open(corpus, config.evaluation.set)
     calibration = TokenSet.open(corpus, config.calibration.set)
     texts = {"evaluation": evaluation.id, "calibration": calibration.id}
-    keys = {spec: row_key(checkpoint, spec, config, texts) for spec in (None, *config.quantizers)}
+    streamed = is_streamed(checkpoint, config)
+    keys = {spec: row_key(checkpoint, spec, config, texts, streamed) for spec in (None, *config.quantizers)}
     missing = [spec for spec, key in keys.items() if not _there(rows, key, lenders)]
     if missing:
-        _measure_missing(missing, keys, checkpoint, config, evaluation, calibration, rows)
+        _measure_missing(missing, keys, checkpoint, config, evaluation, calibration, rows, streamed)
     progress.report(checkpoint.weights_id, 1, resumed=not missing, final=True)
     return list(keys.values())
 
@@ -130,9 +140,24 @@ def _there(rows: Path, key: str, lenders: Sequence[Path]) -> bool:
     return False
 
 
+def is_streamed(checkpoint: Checkpoint, config: MeasureConfig) -> bool:
+    """Whether a checkpoint is measured block by block: twice its weights in float32 do not fit the device's memory."""
+    if config.streaming != "auto":
+        return config.streaming == "always"
+    stored = read_json(checkpoint.path / "config.json", hint="not a checkpoint of transformers")
+    halved = (stored.get("dtype") or stored.get("torch_dtype")) in ("bfloat16", "float16")
+    size = sum(f.stat().st_size for f in checkpoint.path.glob("*.safetensors")) * (2 if halved else 1)
+    device = devices.pick(config.device)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = psutil.virtual_memory().total
+    return 2 * size > 0.8 * memory
+
+
 def _measure_missing(
     missing: Sequence[QuantSpec | None], keys: Mapping[QuantSpec | None, str], checkpoint: Checkpoint,
-    config: MeasureConfig, evaluation: TokenSet, calibration: TokenSet, rows: Path,
+    config: MeasureConfig, evaluation: TokenSet, calibration: TokenSet, rows: Path, streamed: bool,
 ) -> None:  # fmt: skip
     blocks = evaluation.blocks(config.evaluation.length, config.evaluation.tokens)
     if blocks.shape[0] * config.evaluation.length < config.evaluation.tokens - config.evaluation.length:
@@ -144,55 +169,105 @@ def _measure_missing(
     calib = calibration.calibration(
         config.calibration.sequences, config.calibration.length, config.calibration.seed
     )
+    base_row = read_row(rows / f"{keys[None]}.parquet")
+    base = None if base_row is None else base_row["losses"]
+    work = _streamed if streamed else _in_memory
+    for spec, found in work(checkpoint, missing, base, torch.from_numpy(calib), blocks, config):
+        losses, calibrated = found["losses"], spec is not None and spec.method != "rtn"
+        row = {
+            **_place(checkpoint),
+            "weights_id": checkpoint.weights_id,
+            "parameters": found["parameters"],
+            "compute_dtype": config.precision,
+            "evaluation_set": config.evaluation.set,
+            "evaluation_id": evaluation.id,
+            "evaluation_tokens": blocks.shape[0] * config.evaluation.length,
+            "versions": str(provenance.versions()),
+        }
+        if spec is None:
+            base = losses
+            row |= {"method": "none", "bits": None, "ce": float(losses.mean())}
+        else:
+            row |= {
+                **asdict(spec),
+                "calibration_set": config.calibration.set if calibrated else None,
+                "calibration_id": calibration.id if calibrated else None,
+                "calibration_sequences": config.calibration.sequences if calibrated else None,
+                "ce": float(losses.mean()),
+                "ce_fp": float(base.mean()),
+                "weight_error": found["weight_error"],
+                "relative_weight_error": found["relative_weight_error"],
+                "layers": found["layers"],
+                **_errors(base, losses),
+            }
+        _write_row(rows / f"{keys[spec]}.parquet", row | {"losses": losses, "seconds": found["seconds"]})
+
+
+Found = Iterator[tuple[QuantSpec | None, dict[str, Any]]]  # quantizer (None: none) and what was measured
+
+
+def _in_memory(
+    checkpoint: Checkpoint, missing: Sequence[QuantSpec | None], base: np.ndarray | None, calibration: torch.Tensor,
+    blocks: np.ndarray, config: MeasureConfig,
+) -> Found:  # fmt: skip
+    """Measure with the whole model in memory, full precision first and where it is missing."""
     device = devices.pick(config.device)
     model = checkpoints.load_model(checkpoint).to(device)
     compiled = config.compile and neox.can_compile()
+    shared = {"parameters": sum(p.numel() for p in model.parameters())}
 
     def evaluate() -> np.ndarray:
         return sequence_losses(model, blocks, precision=config.precision, compiled=compiled)
 
-    shared = {
-        **_place(checkpoint),
-        "weights_id": checkpoint.weights_id,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "compute_dtype": config.precision,
-        "evaluation_set": config.evaluation.set,
-        "evaluation_id": evaluation.id,
-        "evaluation_tokens": blocks.shape[0] * config.evaluation.length,
-        "versions": str(provenance.versions()),
-    }
-    start = time.perf_counter()
-    base_file = rows / f"{keys[None]}.parquet"
-    base_row = read_row(base_file)
-    if base_row is None:
-        losses = evaluate()
-        row = shared | {"method": "none", "bits": None, "ce": float(losses.mean()), "losses": losses}
-        _write_row(base_file, row | {"seconds": time.perf_counter() - start})
-    else:
-        losses = base_row["losses"]
+    if base is None:
+        start = time.perf_counter()
+        yield None, shared | {"losses": evaluate(), "seconds": time.perf_counter() - start}
     before = snapshot(model)
+    norm = _norm(before.values())
     for spec in missing:
         if spec is None:
             continue
         start = time.perf_counter()
-        calibrated = spec.method != "rtn"
-        done = quantize(model, torch.from_numpy(calib).to(device) if calibrated else None, spec)
-        quantized = evaluate()
-        row = shared | {
-            **asdict(spec),
-            "calibration_set": config.calibration.set if calibrated else None,
-            "calibration_id": calibration.id if calibrated else None,
-            "calibration_sequences": config.calibration.sequences if calibrated else None,
-            "ce": float(quantized.mean()),
-            "ce_fp": float(losses.mean()),
-            "weight_error": done.weight_error,
-            "relative_weight_error": done.weight_error / _norm(before.values()),
-            "layers": len(done.names),
-            "losses": quantized,
-            **_errors(losses, quantized),
-        }
+        done = quantize(model, calibration.to(device) if spec.method != "rtn" else None, spec)
+        yield (
+            spec,
+            {
+                **shared,
+                "weight_error": done.weight_error,
+                "relative_weight_error": done.weight_error / norm,
+                "layers": len(done.names),
+                "losses": evaluate(),
+                "seconds": time.perf_counter() - start,
+            },
+        )
         restore(model, before)
-        _write_row(rows / f"{keys[spec]}.parquet", row | {"seconds": time.perf_counter() - start})
+
+
+def _streamed(
+    checkpoint: Checkpoint, missing: Sequence[QuantSpec | None], base: np.ndarray | None, calibration: torch.Tensor,
+    blocks: np.ndarray, config: MeasureConfig,
+) -> Found:  # fmt: skip
+    """Measure with one block of the model in memory at a time, all in one pass."""
+    specs = [spec for spec in missing if spec is not None]
+    done = stream_measure(
+        checkpoint.path, specs, calibration=calibration, evaluation=blocks, precision=config.precision,
+        device=devices.pick(config.device),
+    )  # fmt: skip
+    if base is None:
+        yield None, {"parameters": done.parameters, "losses": done.losses, "seconds": 0.0}
+    for spec in specs:
+        quantized = done.quantized[spec]
+        yield (
+            spec,
+            {
+                "parameters": done.parameters,
+                "weight_error": quantized.weight_error,
+                "relative_weight_error": quantized.weight_error / done.weight_norm,
+                "layers": len(quantized.names),
+                "losses": done.quantized_losses[spec],
+                "seconds": quantized.seconds,
+            },
+        )
 
 
 def _place(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -218,9 +218,11 @@ def estimate(source: Source, asked: Request, config: MeasureConfig) -> list[str]
         f"(as if two bytes each), {tokens:,} evaluation tokens and the speed of a matrix product measured just now "
         f"({speed / 1e9:.0f} GFLOP/s, one process); good to a factor of three, downloads not counted"
     )
-    need = 2 * size / 2**30 * 3
-    if need > psutil.virtual_memory().total / 2**30:
-        lines.append(f"memory: about {need:.0f} GiB, more than this machine has")
+    need = 4 * size / 2**30
+    if need > 0.8 * psutil.virtual_memory().total / 2**30:
+        lines.append(
+            f"memory: about {need:.0f} GiB for a whole model, more than this machine has: block by block instead"
+        )
     return lines
 
 

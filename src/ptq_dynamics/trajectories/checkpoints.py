@@ -29,7 +29,7 @@ class Checkpoint:
 
     Attributes:
         name: folder or revision name.
-        tokens: training tokens seen, those of the parent included.
+        tokens: training tokens seen, those of the parent included; None where the source does not say.
         step: updates done, those of the parent included; None where the source does not say.
         lr: learning rate of the last update; None where the source does not say.
         phase: ``warmup``, ``stable``, ``decay`` or ``average``.
@@ -38,7 +38,7 @@ class Checkpoint:
     """
 
     name: str
-    tokens: int
+    tokens: int | None
     step: int | None
     lr: float | None
     phase: str
