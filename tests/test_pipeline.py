@@ -46,7 +46,7 @@ def environment(root: Path) -> dict[str, str]:
 
 def call(root: Path, *command: str, code: int = 0) -> str:
     done = subprocess.run(
-        command, cwd=root, env=environment(root), capture_output=True, text=True, timeout=300
+        command, cwd=root, env=environment(root), capture_output=True, text=True, timeout=900
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -211,6 +211,18 @@ def test_misspelled_key_stops_before_any_work(pipeline):
         (pipeline / "params.yaml").write_text(text)
     (line,) = out.strip().splitlines()
     assert line.startswith("ptq-dynamics: params.yaml: unknown key 'wokers'; did you mean 'workers'?")
+
+
+def test_params_are_checked_whole_once_and_not_again_by_every_stage(pipeline):
+    code = "import sys; from ptq_dynamics.cli import main; main(['run', 'claims']); print('torch' in sys.modules)"
+    call(pipeline, sys.executable, "-m", "ptq_dynamics", "run", "claims")
+    assert call(pipeline, sys.executable, "-c", code).endswith("False\n")
+    text = (pipeline / "params.yaml").read_text()
+    try:
+        (pipeline / "params.yaml").write_text(text + "\n# touched\n")
+        assert call(pipeline, sys.executable, "-c", code).endswith("True\n")
+    finally:
+        (pipeline / "params.yaml").write_text(text)
 
 
 def test_committed_params_are_the_mini_profile(pipeline):

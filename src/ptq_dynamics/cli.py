@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from .core import notebooks, paths
+from .core.config import digest
 from .core.errors import UserError
-from .core.files import write_text
+from .core.files import sha256_file, write_text
 
 PARTIAL = 3  # exit status: some checkpoints were left out
 
@@ -140,22 +141,41 @@ def _add_source(p: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from . import settings  # after parsing: --help answers at once
-
     if args.command == "trajectory":
         return _trajectory(args)
     if args.command == "average":
         return _average(args)
     if args.command == "run":
-        settings.read()  # a misspelled key anywhere stops here, before any work
+        _check_params()
         out = args.out or paths.executed() / f"{args.notebook}.ipynb"
         notebooks.run(args.notebook, out, dict(_parameter(p) for p in args.parameters))
     elif args.command == "check":
+        from . import settings
+
         settings.check_all()
         print("params.yaml and all profiles in conf/ are valid")
     elif args.command == "profile":
+        from . import settings
+
         print(f"{settings.write_profile(args.name).name}: profile {args.name}")
     return 0
+
+
+def _check_params() -> None:
+    """A misspelled key anywhere in params.yaml stops here, before any work.
+
+    The same text is checked once by the same code: the check imports all of the package, some seconds for each of the
+    many stages of a pipeline.
+    """
+    mark = paths.root() / ".tmp-checked"
+    code = {p.as_posix(): sha256_file(p) for p in sorted(Path(__file__).parent.rglob("*.py"))}
+    found = paths.params_file()
+    key = digest({"params": sha256_file(found) if found.is_file() else None, "code": code})
+    if not (mark.is_file() and mark.read_text(encoding="utf-8") == key):
+        from . import settings
+
+        settings.read()
+        write_text(mark, key)
 
 
 def _trajectory(args: argparse.Namespace) -> int:
