@@ -46,7 +46,7 @@ CONFIG = {
     "soups_cooldown": "order",
 }
 
-MEASURE = {**toy.MEASURE, "also": {"toy": [{"method": "rtn", "bits": 2, "group_size": 16}]}}
+MEASURE = {**toy.MEASURE, "also": {"averages": [{"method": "rtn", "bits": 2, "group_size": 16}]}}
 
 
 def config(**changes) -> AveragingConfig:
