@@ -201,7 +201,8 @@ def _by_rate(ax: Axes, rows: pd.DataFrame, bits: int) -> None:
     ax.set_xticks([], minor=True)
     ax.set_xlabel("peak learning rate")
     ax.set_ylabel(f"{bits}-bit error at the end (%)")
-    ax.legend(frameon=False, loc="best")
+    ax.set_ylim(top=1.2 * rows["pct"].max())  # room for the legend
+    ax.legend(frameon=False, loc="upper center", ncol=3, columnspacing=1.0, handlelength=1.2)
 
 
 def _tell_shares(ax: Axes, share: pd.DataFrame) -> None:
@@ -209,12 +210,12 @@ def _tell_shares(ax: Axes, share: pd.DataFrame) -> None:
     short = [
         ("peak LR", "LR"),
         ("tokens", "tokens"),
-        ("interaction", "LR×tokens"),
+        ("interaction", "both"),
         ("residual (seeds)", "seeds"),
     ]
     by = share.set_index("source")["share"]
     if by.loc[[s for s, _ in short]].notna().all():
-        ax.set_title(", ".join(f"{n} {100 * by[s]:.0f} %" for s, n in short), loc="right", fontsize=7)
+        ax.set_title(", ".join(f"{n} {100 * by[s]:.0f} %" for s, n in short), loc="right", fontsize=6.5)
 
 
 def caption(table: pd.DataFrame) -> str:
