@@ -389,7 +389,7 @@ def _windows(ax: Axes, rows: pd.DataFrame) -> None:
     ax.set_xticks(windows, [f"{w:g}" for w in windows])
     ax.set_xticks([], minor=True)
     ax.set_xlabel("checkpoints averaged at the trunk's end")
-    ax.legend(frameon=False, loc="best")
+    ax.legend(frameon=False, loc="upper center")
 
 
 def _soups(ax: Axes, quantities: Mapping[str, Tables], log: bool = False) -> None:

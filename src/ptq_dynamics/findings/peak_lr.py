@@ -192,7 +192,7 @@ def _by_rate(ax: Axes, rows: pd.DataFrame, bits: int) -> None:
             color=str(grey),
             marker="o",
             markersize=2.5,
-            label=f"{budget / 1e6:.1f}M tokens",
+            label=f"{budget / 1e6:.1f}M" + (" tokens" if budget == budgets[-1] else ""),
         )
         ax.fill_between(group.index, group["min"], group["max"], color=str(grey), alpha=0.15, linewidth=0)
     ax.set_xscale("log")
