@@ -175,7 +175,7 @@ def test_one_lr_more_runs_its_seeds_and_the_finding_and_one_less_trains_nothing(
     after = {p: p.stat().st_mtime_ns for p in runs.rglob("*") if p.is_file()}
     assert {p: after[p] for p in before} == before
     assert {p.relative_to(runs).parts[0] for p in set(after) - set(before)} == {
-        "wsd-0.00064M-lr0.03-seed0", "wsd-0.00128M-lr0.03-seed0",
+        "wsd-640-lr0.03-seed0", "wsd-0.00128M-lr0.03-seed0",
     }  # fmt: skip
     assert set(pd.read_csv(table)["peak_lr"]) == set(grid)
     params(pipeline)

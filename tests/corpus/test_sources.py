@@ -231,7 +231,7 @@ def test_without_pip(tmp_path, monkeypatch):
         sources._pip_download("tiny-text==1.0", str(tmp_path))
 
 
-def test_a_download_leaves_the_process_fit_to_compile():
+def test_a_download_leaves_the_process_fit_to_compile(tmp_path):
     """Once pip is looked for with importlib, setuptools, which torch.compile needs, no longer imports."""
     code = (
         "from ptq_dynamics.corpus import sources; import sys\n"
@@ -239,5 +239,5 @@ def test_a_download_leaves_the_process_fit_to_compile():
         "import setuptools"
     )
     env = {**os.environ, "PIP_NO_INDEX": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
