@@ -1,6 +1,6 @@
 """One study with two workers against the same study with one: wall clock of the whole of `pretrain`, its start included.
 
-The study: four seeds of the mini profile's model, 1.5M tokens each. Every run is trained anew in a folder of its own, by
+The study: four seeds of the mini profile's model, 4.1M tokens each. Every run is trained anew in a folder of its own, by
 a process of its own, compiled code from a warm cache. Needs the corpus (`dvc repro corpus`) and both cores.
 
     python benchmarks/fanout.py [--rounds 3]
@@ -22,7 +22,7 @@ import common
 
 from ptq_dynamics.training.study import Member, pretrain
 
-TOKENS = 1_536_000
+TOKENS = 4_096_000
 
 
 def train(root: str, workers: int) -> None:

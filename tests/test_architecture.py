@@ -184,8 +184,13 @@ def test_every_path_that_a_stage_depends_on_in_git_exists() -> None:
 
 @functools.cache
 def tracked() -> tuple[Path, ...]:
+    """What git has or would add; without git (an unpacked archive) all but what the pipeline and tools write."""
     if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
+        written = {"data/corpus", "data/runs", "data/measurements", "data/averages", "data/hub", "data/downloads",
+                   "reports/notebooks", "reports/trajectories", ".venv", ".dvc"}  # fmt: skip
+        skip = [ROOT / w for w in written]
+        files = [p for p in ROOT.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+        return tuple(p for p in files if not any(p.is_relative_to(s) for s in skip))
     # files about to be added count too
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import toy
-from ruamel.yaml import YAML
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub
+from ruamel.yaml import YAML
 
 from ptq_dynamics import cli
 from ptq_dynamics.models import neox

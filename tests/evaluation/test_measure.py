@@ -333,5 +333,9 @@ def test_what_does_not_fit_is_measured_block_by_block(point, monkeypatch):
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: memory)
     assert not module.is_streamed(point, config())
     size = (point.path / checkpoints.WEIGHTS).stat().st_size
+    memory.total = 3 * size
+    (point.path / checkpoints.STATE).write_bytes(bytes(size))  # the optimizer's is not loaded
+    assert not module.is_streamed(point, config())
+    (point.path / checkpoints.STATE).unlink()
     memory.total = 2 * size  # twice the float32 weights are more than 80 % of it
     assert module.is_streamed(point, config()) and not module.is_streamed(point, config(streaming="never"))

@@ -12,12 +12,9 @@ import numpy as np
 import pytest
 import torch
 import toy
+from architectures import CONTEXT, FAMILIES, SIZE, VOCABULARY
 from safetensors.torch import load_file, save_file
 from test_architectures import (
-    CONTEXT,
-    FAMILIES,
-    SIZE,
-    VOCABULARY,
     calibration,
     checkpoint,
     evaluation,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -13,8 +12,6 @@ import tokenizers
 import torch
 import toy
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from hub_server import Hub
 
 from ptq_dynamics.core.errors import UserError

@@ -5,17 +5,9 @@ import functools
 
 import pytest
 import torch
+from architectures import CONTEXT, FAMILIES, LAYERS, VOCABULARY
 from torch import nn
-from transformers import (
-    ApertusConfig,
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    Olmo2Config,
-    OPTConfig,
-    SmolLM3Config,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
 
 from ptq_dynamics.core.errors import UserError
 from ptq_dynamics.quantization.gptq import gptq
@@ -32,39 +24,11 @@ from ptq_dynamics.quantization.quantizer import (
 )
 from ptq_dynamics.quantization.spec import QuantSpec
 
-VOCABULARY, CONTEXT, LAYERS = 97, 24, 2
-SIZE = dict(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
-    max_position_embeddings=CONTEXT, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-GROUPED = dict(num_key_value_heads=2, **SIZE)
-ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-GATED = [*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-FAMILIES = {
-    "gpt_neox": (
-        GPTNeoXConfig(**SIZE),
-        "gpt_neox.layers",
-        ["attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"],
-    ),
-    "llama": (LlamaConfig(**GROUPED), "model.layers", GATED),
-    "olmo2": (Olmo2Config(**GROUPED), "model.layers", GATED),
-    # the second layer without rotary embeddings and with a sliding window: blocks that get different arguments
-    "smollm3": (
-        SmolLM3Config(
-            **GROUPED, no_rope_layers=[1, 0], use_sliding_window=True, sliding_window=6,
-            layer_types=["full_attention", "sliding_attention"],
-        ),
-        "model.layers",
-        GATED,
-    ),
-    "apertus": (ApertusConfig(**GROUPED), "model.layers", [*ATTENTION, "mlp.up_proj", "mlp.down_proj"]),
-}  # fmt: skip
-
 
 @functools.cache
 def _built(family: str) -> nn.Module:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(FAMILIES[family][0]).eval()
+    return AutoModelForCausalLM.from_config(FAMILIES[family][0]()).eval()
 
 
 def model_of(family: str = "gpt_neox", dtype: torch.dtype = torch.float32) -> nn.Module:

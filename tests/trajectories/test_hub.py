@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from hub_server import Hub, is_lfs
+from safetensors.torch import save_file
 
 from ptq_dynamics.core.errors import UserError
 from ptq_dynamics.trajectories import hub

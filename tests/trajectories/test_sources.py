@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import toy
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from hub_server import Hub
 
 from ptq_dynamics.core.errors import UserError

@@ -146,7 +146,8 @@ def is_streamed(checkpoint: Checkpoint, config: MeasureConfig) -> bool:
         return config.streaming == "always"
     stored = read_json(checkpoint.path / "config.json", hint="not a checkpoint of transformers")
     halved = (stored.get("dtype") or stored.get("torch_dtype")) in ("bfloat16", "float16")
-    size = sum(f.stat().st_size for f in checkpoint.path.glob("*.safetensors")) * (2 if halved else 1)
+    files = [f for f in checkpoint.path.glob("*.safetensors") if f.name != checkpoints.STATE]
+    size = sum(f.stat().st_size for f in files) * (2 if halved else 1)
     device = devices.pick(config.device)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory

@@ -334,6 +334,8 @@ def figure(t: Tables) -> Figure:
     for ax, name in zip(axes[2], ("full-precision loss", f"{LAWA_BITS}-bit loss"), strict=True):
         if name in losses:
             _windows(ax, at_end(losses[name]))
+            if ax is axes[2, 1]:  # where there is room, for both
+                ax.legend(frameon=False, loc="upper center")
         ax.set_ylabel(f"{name} (nats/token)")
     _soups(axes[3, 0], {"full-precision loss": soup["full-precision loss"]})
     axes[3, 0].set_ylabel("full-precision loss (nats/token)")
@@ -389,7 +391,6 @@ def _windows(ax: Axes, rows: pd.DataFrame) -> None:
     ax.set_xticks(windows, [f"{w:g}" for w in windows])
     ax.set_xticks([], minor=True)
     ax.set_xlabel("checkpoints averaged at the trunk's end")
-    ax.legend(frameon=False, loc="upper center")
 
 
 def _soups(ax: Axes, quantities: Mapping[str, Tables], log: bool = False) -> None:
