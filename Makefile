@@ -34,6 +34,8 @@ bench: $(READY)
 	.venv/bin/python benchmarks/training.py
 	.venv/bin/python benchmarks/measure.py
 	.venv/bin/python benchmarks/fanout.py
+	.venv/bin/python benchmarks/curvature.py
+	.venv/bin/python benchmarks/monitor.py
 
 # Sets $$python to the first interpreter that pyproject.toml's requires-python admits.
 define find_python

@@ -213,3 +213,13 @@ def test_no_file_names_a_path_of_a_machine_or_a_registry() -> None:
     marks += ["anaconda" + ".org"]
     found = {f"{p.relative_to(ROOT)}: {m}" for p in tracked() for m in marks if m.encode() in p.read_bytes()}
     assert found == set()
+
+
+def test_importing_a_stage_does_not_load_the_models_of_transformers() -> None:
+    """They take seconds, and each stage's own process only hands work to others."""
+    code = (
+        "import sys, ptq_dynamics.settings, ptq_dynamics.evaluation.wild, ptq_dynamics.cli\n"
+        "print([m for m in ('transformers.modeling_utils', 'torch._dynamo') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

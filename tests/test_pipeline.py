@@ -25,12 +25,21 @@ STUDIES = {  # members of every study that has stages; 64 tokens an update
     "cooldowns": {"linear": {"tokens": 1280, "peak_lr": 0.01}, "final_10": {"tokens": 1280, "peak_lr": 0.01, "final_fraction": 0.1}},
     "soups": toy.STUDY["members"] | {"cooldown": {**toy.STUDY["members"]["cooldown"], "data_seeds": [0, 1]}},
 }  # fmt: skip
-FINDINGS = ["token_budgets", "peak_lr", "schedules", "weight_decay", "cooldowns", "averaging", "wild"]
+QUANTIZERS = [{"method": "gptq", "bits": b, "group_size": 16} for b in (4, 3)]
+CURVATURE = {
+    "text": {"tokens": 256, "length": 16},
+    "max_steps": 8,
+    "studies": {name: {} for name in STUDIES if name != "soups"}
+    | {"token_budgets": {"points": "all", "top_eigenvalue": True, "quantizers": QUANTIZERS}, "peak_lr": {"quantizers": QUANTIZERS}},
+    "slices": {"study": "peak_lr", "resolution": 3},
+}  # fmt: skip
+FINDINGS = ["token_budgets", "peak_lr", "schedules", "weight_decay", "cooldowns", "averaging", "wild", "curvature", "expansion", "prediction",
+            "monitor"]  # fmt: skip
 STAGES = {
     "corpus",
     *(f"{kind}@{study}" for kind in ("pretrain", "measure") for study in STUDIES),
     *(f"finding_{name}" for name in FINDINGS),
-    *("average", "publish", "wild@mini"),
+    *("average", "publish", "wild@mini", "curvature", "monitor"),
     "claims",
 }
 
@@ -75,8 +84,7 @@ def params(root: Path, of: str = "", **changes: object) -> None:
         "machine": {"device": "cpu", "compile": False},
         "corpus": toy.CORPUS,
         "studies": studies,
-        "measure": toy.MEASURE
-        | {"quantizers": [{"method": "gptq", "bits": b, "group_size": 16} for b in (4, 3)]},
+        "measure": toy.MEASURE | {"quantizers": QUANTIZERS},
         "averaging": {
             "study": "token_budgets",
             "soups_study": "soups",
@@ -85,6 +93,8 @@ def params(root: Path, of: str = "", **changes: object) -> None:
             "intervals": [1],
             "decay_window": 1,
         },
+        "curvature": CURVATURE,
+        "monitor": {"study": "token_budgets", "sequences": 4, "window": 1, "quantizers": QUANTIZERS},
         "verdicts": False,
     }
     with open(root / "params.yaml", "w") as f:
@@ -119,7 +129,7 @@ def pipeline(tmp_path_factory) -> Path:
 
 def test_everything_is_written(pipeline):
     told = json.loads((pipeline / "reports/claims.json").read_text())
-    assert [e["id"] for e in told] == [f"C{i}" for i in (*range(1, 12), 14)]
+    assert [e["id"] for e in told] == [*(f"C{i}" for i in range(1, 15)), "P1", "P2", "P3"]
     for finding in FINDINGS:
         for name in (f"figures/{finding}.png", f"figures/{finding}.pdf", f"tables/{finding}.csv"):
             assert (pipeline / "reports" / name).stat().st_size > 200
@@ -152,6 +162,9 @@ def test_one_more_seed_trains_that_seed_alone(pipeline):
         "average",
         "finding_averaging",
         "publish",  # what it publishes stays the same, so nobody measures it again
+        "curvature",
+        "monitor",
+        *(f"finding_{name}" for name in ("curvature", "expansion", "prediction", "monitor")),
         "claims",
     }
     after = {p: p.stat().st_mtime_ns for folder in (runs, rows) for p in folder.rglob("*") if p.is_file()}
@@ -168,7 +181,14 @@ def test_one_lr_more_runs_its_seeds_and_the_finding_and_one_less_trains_nothing(
     drawn = {
         p: (pipeline / p).read_bytes() for p in ("reports/figures/peak_lr.png", "reports/tables/peak_lr.csv")
     }
-    touched = {"pretrain@peak_lr", "measure@peak_lr", "finding_peak_lr", "finding_weight_decay", "claims"}
+    readers = ("peak_lr", "weight_decay", "curvature", "expansion", "prediction", "monitor")
+    touched = {
+        "pretrain@peak_lr",
+        "measure@peak_lr",
+        "curvature",
+        *(f"finding_{r}" for r in readers),
+        "claims",
+    }
     grid = [0.002, 0.01, 0.03]
     params(pipeline, "peak_lr", members={"wsd": {**STUDIES["peak_lr"]["wsd"], "peak_lr": grid}})
     assert repro(pipeline) == touched

@@ -14,8 +14,10 @@ from .core.config import config_dataclass, load, one_of, read_yaml
 from .core.errors import UserError
 from .core.files import write_text
 from .corpus.build import CorpusConfig
+from .curvature.along import CurvatureConfig
 from .evaluation.averages import AveragingConfig
 from .evaluation.measure import MeasureConfig
+from .evaluation.monitor import MonitorConfig
 from .training.loop import Machine
 from .training.study import Study
 
@@ -33,6 +35,8 @@ class Params:
     studies: dict[str, Study]
     measure: MeasureConfig
     averaging: AveragingConfig | None = None
+    curvature: CurvatureConfig | None = None
+    monitor: MonitorConfig | None = None
     verdicts: bool = True  # False: too small to judge a claim, verdicts read "inconclusive"
 
 

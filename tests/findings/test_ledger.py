@@ -19,10 +19,13 @@ ROOT = Path(__file__).parents[2]
 FIELDS = set(
     "id statement statistic rule value interval seeds verdict paper scale figure notebook stage command".split()
 )
-JUDGED = (*(f"C{i}" for i in range(1, 11)), "C14")
+JUDGED = (*(f"C{i}" for i in range(1, 11)), "C12", "C13", "C14", "P1", "P2", "P3")
 WITHOUT_OPEN_FAMILY = ("C11",)  # in the ledger without a value
-SYNTHETIC = JUDGED[:8]  # the others: test_averaging.py, test_wild.py
-TABLES = {"averaging": "averages"}  # of findings that are not called like their table
+SYNTHETIC = JUDGED[:8]  # the others: test_averaging.py, test_wild.py, test_curvature.py, …
+TABLES = {  # of findings that are not called like the measurements that they judge
+    "averaging": "measurements-averages", "curvature": "curvature-token_budgets", "expansion": "expansion-token_budgets",
+    "prediction": "curvature-peak_lr", "monitor": "monitor",
+}  # fmt: skip
 Recomputed = tuple[dict[int, float], bool, bool, bool]  # per seed, is a ratio, condition holds, is judged
 
 
@@ -172,8 +175,119 @@ def c14(root: Path) -> Recomputed:
     return out, True, all(v > 0 for v in out.values()), bool(out)
 
 
+def c12(root: Path) -> Recomputed:
+    tables = root / "reports" / "tables"
+    t = pd.read_csv(tables / "curvature-token_budgets.csv")
+    error = {(r.run, r.tokens): r.relative_error for r in table(root, "token_budgets", 3).itertuples()}
+    values = {}
+    for seed, g in t.groupby("seed"):
+        pairs = [(r.trace, error[(r.run, r.tokens)]) for r in g.itertuples() if (r.run, r.tokens) in error]
+        values[seed] = float(stats.spearmanr(*zip(*pairs, strict=True)).statistic)
+    rises, finite = {}, True
+    trunk = {(r.seed, r.tokens): r for r in t[t.member == "trunk"].itertuples()}
+    for r in t[(t.member == "cooldown") & (t.tokens == t.run_tokens)].itertuples():
+        start = trunk[(r.seed, r.branch_tokens)]
+        for name in ("trace", "top_eigenvalue"):
+            change = float(ln(getattr(r, name))[0] - ln(getattr(start, name))[0])
+            rises.setdefault((name, r.branch_tokens), []).append(change)
+            finite &= math.isfinite(change)
+    return values, False, all(sum(v) > 0 for v in rises.values()), finite and bool(rises)
+
+
+def c13(root: Path) -> Recomputed:
+    t = pd.read_csv(root / "reports" / "tables" / "expansion-peak_lr.csv")
+    t = t[(t.run_tokens == t.run_tokens.max()) & (t.tokens == t.run_tokens)]
+    q, back = t[(t.method == "gptq") & (t.bits == 4)], t[t.method == "previous"]
+
+    def slopes(rows: pd.DataFrame, column: str) -> dict[int, float]:
+        return {s: line(np.log10(g.peak_lr), ln(g[column])) for s, g in rows.groupby("seed")}
+
+    def mean(rows: pd.DataFrame, column: str) -> float:
+        return float(np.mean(list(slopes(rows, column).values())))
+
+    conditions = [mean(q, "norm2"), mean(back, "norm2"), -mean(q, "true")]
+    return slopes(q, "rayleigh"), True, all(c > 0 for c in conditions), bool(np.isfinite(conditions).all())
+
+
+def p1(root: Path) -> Recomputed:
+    t = pd.read_csv(root / "reports" / "tables" / "expansion-token_budgets.csv")
+    t = t[(t.method == "gptq") & (t.bits == 4)]
+    values = {
+        s: float((g.linear + g.quadratic - g.true).abs().sum() / g.true.abs().sum())
+        for s, g in t.groupby("seed")
+    }
+    return values, False, True, True
+
+
+def p2(root: Path) -> Recomputed:
+    studies = ("peak_lr", "schedules", "weight_decay", "cooldowns", "token_budgets", "schedules_small")
+    known, rows = set(), []
+    for study in studies:
+        own = pd.read_csv(root / "reports" / "tables" / f"curvature-{study}.csv")
+        at = {(r.run, r.tokens): r for r in own.itertuples()}
+        for bits in (4, 3):
+            for r in table(root, study, bits).itertuples():
+                here = at.get((r.run, r.tokens))
+                if here is not None and (r.weights_id, bits) not in known:
+                    known.add((r.weights_id, bits))
+                    if r.delta_ce > 0 and here.trace_quantized > 0:
+                        step = 2 * here.weight_scale / (2**bits - 1)
+                        numbers = (
+                            math.log(here.trace_quantized),
+                            math.log(step),
+                            math.log(r.tokens / r.parameters),
+                        )
+                        rows.append(
+                            (
+                                study,
+                                r.seed,
+                                r.peak_lr,
+                                bits,
+                                *numbers,
+                                math.log(r.peak_lr),
+                                math.log(r.delta_ce),
+                            )
+                        )
+    names = ["study", "seed", "lr", "bits", "trace", "step", "ratio", "rate", "y"]
+    t = pd.DataFrame(rows, columns=names).assign(one=1.0)
+
+    def off(columns: list[str], train: pd.Series, test: pd.Series) -> list[float]:
+        x, y = t[["one", *columns]].to_numpy(float), t.y.to_numpy()
+        c = np.linalg.lstsq(x[train], y[train], rcond=None)[0]
+        return list(abs(x[test] @ c - y[test]))
+
+    def error(columns: list[str], s: int) -> float:
+        fit, own = (t.study == "peak_lr") & (t.seed != s), (t.study == "peak_lr") & (t.seed == s)
+        others = ~t.study.isin(["peak_lr", "schedules_small"]) & (t.seed == s)
+        rates = [off(columns, fit & (t.lr != lr), own & (t.lr == lr)) for lr in sorted(set(t[own].lr))]
+        kinds = [off(columns, fit, own), sum(rates, []), off(columns, fit, others)]
+        kinds.append(off(columns, fit, (t.study == "schedules_small") & (t.seed == s)))
+        return float(np.mean([np.mean(k) for k in kinds]))
+
+    laws = {"formula": ["trace", "step"], "tokens": ["ratio", "bits"], "rate": ["rate", "bits"]}
+    e = {k: {int(s): error(c, s) for s in sorted(set(t.seed))} for k, c in laws.items()}
+    values = {s: e["formula"][s] - e["tokens"][s] for s in e["formula"]}
+    return values, False, np.mean(list(e["formula"].values())) < np.mean(list(e["rate"].values())), True
+
+
+def p3(root: Path) -> Recomputed:
+    out: dict[int, list[float]] = {}
+    for study in ("peak_lr", "cooldowns"):
+        t = table(root, study, 3)
+        t = t[t.tokens == t.run_tokens]
+        t = t[t.run_tokens == t.run_tokens.max()]
+        if study == "cooldowns":
+            t = t[t.sequences == t[t.member == "linear"].sequences.iloc[0]]
+        t = t.assign(name=[r.rsplit("-seed", 1)[0] for r in t.run])
+        for seed in sorted(set(t.seed)):
+            others, own = t[t.seed != seed], t[t.seed == seed].set_index("name").ce
+            mean = others.groupby("name", sort=False)[["ce_fp", "ce"]].mean()
+            out.setdefault(int(seed), []).append(own[mean.ce_fp.idxmin()] - own[mean.ce.idxmin()])
+    return {s: sum(v) / len(v) for s, v in out.items()}, False, True, True
+
+
 RECOMPUTE: dict[str, Callable[[Path], Recomputed]] = {
-    f.__name__.upper(): f for f in (c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c14)
+    f.__name__.upper(): f for f in (c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c12, c13, c14, p1, p2, p3)
 }
 
 
@@ -215,8 +329,8 @@ def ledger() -> dict[str, dict]:
 def test_every_claim_with_a_table_is_in_the_ledger() -> None:
     rules = yaml(ROOT / "claims.yaml")
     assert set(JUDGED) <= set(rules)
-    tables = {p.name for p in (ROOT / "reports" / "tables").glob("measurements-*.csv")}
-    expected = {i for i in JUDGED if f"measurements-{TABLES.get(f := rules[i]['finding'], f)}.csv" in tables}
+    tables = {p.stem for p in (ROOT / "reports" / "tables").glob("*.csv")}
+    expected = {i for i in JUDGED if TABLES.get(f := rules[i]["finding"], f"measurements-{f}") in tables}
     assert {"C1", "C2", "C3"} <= expected <= set(ledger())
     assert set(ledger()) <= set(rules)
 

@@ -368,3 +368,23 @@ def test_the_hash_of_a_beginning_is_shared_up_to_where_runs_part(corpus):
         range(9)
     )  # update 8, the ninth, is the first to differ
     assert len(set(trunk.values())) == 21
+
+
+def test_what_watches_a_run_is_logged_and_changes_nothing(done, corpus, tmp_path):
+    from ptq_dynamics.evaluation.monitor import QuantizationMonitor
+    from ptq_dynamics.quantization.spec import QuantSpec
+
+    spec = QuantSpec(method="rtn", bits=3, group_size=16)
+    monitor = QuantizationMonitor.of(corpus, length=16, sequences=3, quantizers=[spec], every=6)
+    train(run_config(**STATE), tmp_path, corpus, machine(), watch=monitor)
+    for step in (4, 8, 12):
+        assert weights(tmp_path / checkpoint_name(step)) == weights(done / checkpoint_name(step))
+    log = pd.read_csv(tmp_path / "metrics.csv").set_index("step")
+    assert log.loc[[3, 9], "quantization/ce"].isna().all()
+    for reading in monitor.readings:
+        row = log.loc[reading["step"]]
+        assert row["quantization/ce"] == pytest.approx(reading["ce"])
+        assert row[f"quantization/{spec.label}"] == pytest.approx(reading[spec.label])
+    assert [r["step"] for r in monitor.readings] == [6, 12]
+    plain = pd.read_csv(done / "metrics.csv").set_index("step")
+    assert (log[["loss", "lr", "grad_norm"]] == plain[["loss", "lr", "grad_norm"]]).all(axis=None)

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
+import transformers
 
 from ..core.errors import UserError
 from ..models import neox
@@ -19,7 +19,7 @@ Precision = Literal["bf16", "fp32"]
 
 @torch.no_grad()
 def sequence_losses(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     blocks: np.ndarray,
     *,
     precision: Precision,
@@ -59,7 +59,9 @@ def sequence_losses(
     return result
 
 
-def _forward(model: PreTrainedModel, precision: Precision, compiled: bool) -> Callable[..., torch.Tensor]:
+def _forward(
+    model: transformers.PreTrainedModel, precision: Precision, compiled: bool
+) -> Callable[..., torch.Tensor]:
     """Token losses ``[batch, length]`` float32 as a function of tokens ``[batch, length + 1]``."""
     if neox.supports(model):
         params = {n: p.detach().float() for n, p in model.named_parameters()}

@@ -32,13 +32,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from ..core.config import asdict
 from ..core.errors import UserError
@@ -211,14 +209,18 @@ def stream_measure(
 # --- the model without weights, and its weights on disk ---
 
 
-def _skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> transformers.PreTrainedModel:
     """The model with parameters on the meta device and real buffers, in evaluation mode."""
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         if getattr(config, "quantization_config", None) is not None:
             raise UserError(f"{folder}: its weights are quantized already; name the original checkpoint")
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False
+            )
     except (OSError, ValueError, KeyError) as e:
         first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise UserError(f"{folder}: cannot be built as a causal language model ({first})") from e
@@ -229,7 +231,7 @@ def _skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrai
     return model.eval().requires_grad_(False)
 
 
-def _split(folder: Path, model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+def _split(folder: Path, model: transformers.PreTrainedModel) -> tuple[str, nn.ModuleList]:
     try:
         prefix, blocks = decoder_blocks(model)
     except UserError as e:
@@ -254,7 +256,7 @@ class _Weights:
         UserError: a file is missing or unreadable, a tensor is missing or has another shape.
     """
 
-    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+    def __init__(self, folder: Path, model: transformers.PreTrainedModel) -> None:
         self.folder, self.model = folder, model
         self.meta = {n: t.detach().to("meta") for n, t in model.state_dict(keep_vars=True).items()}
         self.stored: dict[str, tuple[Path, str]] = {}
@@ -270,6 +272,10 @@ class _Weights:
             raise UserError(f"{folder}: the weights lack parameter '{absent[0]}'; the checkpoint is unusable")
 
     def _find(self, files: Iterable[Path]) -> None:
+        # a second to import, and nothing else here needs them
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+
         conversions = get_model_conversion_mapping(self.model)
         renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         others = [c for c in conversions if not isinstance(c, WeightRenaming)]
@@ -472,7 +478,7 @@ def _advance(block: nn.Module, hidden: Tensor, batches: list[Batch], index: int,
 
 
 def _losses(
-    folder: Path, model: PreTrainedModel, blocks: nn.ModuleList, hidden: Tensor, evaluation: np.ndarray, batch: int
+    folder: Path, model: transformers.PreTrainedModel, blocks: nn.ModuleList, hidden: Tensor, evaluation: np.ndarray, batch: int
 ) -> np.ndarray:  # fmt: skip
     """Mean loss of each sequence from the last block's outputs, by the model's own forward pass around its blocks."""
     device = model.get_output_embeddings().weight.device
@@ -513,7 +519,7 @@ def _freed_memory_returned() -> Iterator[None]:
         thresholds(2**25, 2**26)
 
 
-def _check_evaluation(model: PreTrainedModel, evaluation: np.ndarray) -> np.ndarray:
+def _check_evaluation(model: transformers.PreTrainedModel, evaluation: np.ndarray) -> np.ndarray:
     if len(evaluation) == 0:
         raise UserError("evaluation: no block of text; the set is shorter than one sequence")
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -535,7 +541,7 @@ def _shard(index: int, blocks: int) -> str:
 
 
 def _save_rest(
-    folder: Path, out: Path, model: PreTrainedModel, weights: _Weights, prefix: str, blocks: int
+    folder: Path, out: Path, model: transformers.PreTrainedModel, weights: _Weights, prefix: str, blocks: int
 ) -> None:
     """Index of the shards, configuration, and the source's tokenizer."""
     ours = {n: t for n, t in weights.meta.items() if n not in weights.tied}

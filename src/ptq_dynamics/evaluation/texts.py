@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import transformers
 
 from ..core import paths
 from ..core.config import digest
@@ -106,13 +106,13 @@ def _same_tokenizer(folder: Path, corpus: Path) -> bool:
     return file.is_file() and sha256_file(file) == read_corpus(corpus)["tokenizer"]["sha256"]
 
 
-def _tokenizer(folder: Path | None) -> PreTrainedTokenizerBase:
+def _tokenizer(folder: Path | None) -> transformers.PreTrainedTokenizerBase:
     if folder is None:
         raise UserError(
             "no tokenizer beside the checkpoints; copy tokenizer.json and tokenizer_config.json into their folder"
         )
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{folder}: its tokenizer does not load ({str(e).splitlines()[0]})") from None
 
@@ -145,13 +145,15 @@ def _read(file: Path, name: str) -> Iterator[str]:
 
 
 def _decoded(corpus: Path, name: str) -> Iterator[str]:
-    tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer", local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(corpus / "tokenizer", local_files_only=True)
     found = TokenSet.open(corpus, name)
     for start, end in zip(found.documents[:-1], found.documents[1:], strict=True):
         yield tokenizer.decode(found.tokens[start : end - 1].tolist())  # the last closes the document
 
 
-def _tokenized(tokenizer: PreTrainedTokenizerBase, sources: dict[str, Iterator[str]], work: Path) -> Path:
+def _tokenized(
+    tokenizer: transformers.PreTrainedTokenizerBase, sources: dict[str, Iterator[str]], work: Path
+) -> Path:
     """A folder that ``TokenSet.open`` reads, kept under a name made of its inputs."""
     documents = {name: list(texts) for name, texts in sources.items()}
     said = {n: hashlib.sha256("\0".join(d).encode()).hexdigest() for n, d in documents.items()}
@@ -173,7 +175,7 @@ def _tokenized(tokenizer: PreTrainedTokenizerBase, sources: dict[str, Iterator[s
 
 
 def _write(
-    folder: Path, name: str, documents: list[str], tokenizer: PreTrainedTokenizerBase, dtype: str
+    folder: Path, name: str, documents: list[str], tokenizer: transformers.PreTrainedTokenizerBase, dtype: str
 ) -> dict[str, object]:
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     parts, lengths = [], []

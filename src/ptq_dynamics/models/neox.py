@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from pydantic import Field, model_validator
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from ..core.config import config_dataclass
 
@@ -49,9 +49,9 @@ class ModelConfig:
         return self
 
 
-def build(config: ModelConfig, vocab_size: int, seed: int) -> GPTNeoXForCausalLM:
+def build(config: ModelConfig, vocab_size: int, seed: int) -> transformers.GPTNeoXForCausalLM:
     """A freshly initialised model in float32; the weights depend on ``config`` and ``seed`` alone."""
-    hf = GPTNeoXConfig(
+    hf = transformers.GPTNeoXConfig(
         vocab_size=vocab_size,
         hidden_size=config.width,
         num_hidden_layers=config.layers,
@@ -71,13 +71,15 @@ def build(config: ModelConfig, vocab_size: int, seed: int) -> GPTNeoXForCausalLM
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return GPTNeoXForCausalLM(hf).float()
+        return transformers.GPTNeoXForCausalLM(hf).float()
 
 
 def supports(model: torch.nn.Module) -> bool:
     """Whether the lean forward pass covers this model (else: use the model's own forward)."""
     c = getattr(model, "config", None)
-    if not isinstance(model, GPTNeoXForCausalLM) or not isinstance(c, GPTNeoXConfig):
+    if not isinstance(model, transformers.GPTNeoXForCausalLM) or not isinstance(
+        c, transformers.GPTNeoXConfig
+    ):
         return False
     rope = c.rope_parameters or {}
     dropout = c.attention_dropout or c.hidden_dropout
@@ -103,7 +105,7 @@ class Shape:
     norm_eps: float
 
     @classmethod
-    def of(cls, config: GPTNeoXConfig) -> Shape:
+    def of(cls, config: transformers.GPTNeoXConfig) -> Shape:
         rope = config.rope_parameters or {}
         head = config.hidden_size // config.num_attention_heads
         return cls(

@@ -13,7 +13,7 @@ import json
 import shutil
 import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -41,6 +41,10 @@ NUMERICS = (
     "ptq_dynamics.corpus.tokens",
 )
 
+
+# called after every update with the model, the updates done and the loss (0-d, on the device); what it returns joins the
+# next row of metrics.csv. It must leave weights and random numbers as they are.
+Watch = Callable[[torch.nn.Module, int, torch.Tensor], Mapping[str, float]]
 
 METRICS, RECORD, PENDING, RESUME = "metrics.csv", "run.json", "pending.json", "resume"
 
@@ -207,6 +211,7 @@ def train(
     machine: Machine,
     lenders: Sequence[Path] = (),
     planned: int = 0,
+    watch: Watch | None = None,
 ) -> str:
     """Train one run into ``folder``, from the furthest checkpoint that is there; returns its key.
 
@@ -217,6 +222,7 @@ def train(
     Args:
         lenders: folders of other runs, from whose checkpoints it may go on.
         planned: step from which the progress display counts.
+        watch: sees every update, such as ``evaluation.monitor.QuantizationMonitor``.
 
     Raises:
         UserError: the loss is not finite (step, rate and the last good checkpoint are named), the disk is full.
@@ -262,7 +268,7 @@ def train(
 
     last_save = clock = time.monotonic()
     seconds_before = rows[-1]["seconds"] if rows else 0.0
-    due = set(config.checkpoint_steps)
+    due, seen = set(config.checkpoint_steps), {}
     while step < end:
         lr = lr_at(config.schedule, step)
         tokens = train_set.batch(config.order_at(step), step, config.sequences, config.model.context)
@@ -271,14 +277,16 @@ def train(
         losses.append(loss)
         norms.append(norm)
         step += 1
+        if watch is not None:
+            seen |= watch(model, step, loss)
 
         log = step % machine.log_every == 0
         if log or step in due:
             _stop_unless_finite(losses, norms, step, config, folder)
         if log:
             seconds = seconds_before + time.monotonic() - clock
-            rows.append(_row(losses, norms, step, config, seconds))
-            losses, norms = [], []
+            rows.append(_row(losses, norms, step, config, seconds) | seen)
+            losses, norms, seen = [], [], {}
             progress.report(str(folder), (step - planned) * per_step)
         if step in due:
             save(folder / checkpoint_name(step), step, step in config.state_steps)
@@ -288,7 +296,7 @@ def train(
             last_save = time.monotonic()
 
     if losses:
-        rows.append(_row(losses, norms, step, config, seconds_before + time.monotonic() - clock))
+        rows.append(_row(losses, norms, step, config, seconds_before + time.monotonic() - clock) | seen)
     write_text(folder / METRICS, _csv(rows))
     write_json(
         folder / RECORD,

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
+import transformers
 from pydantic import Field
-from transformers import GPTNeoXForCausalLM
 
 from ..core import devices
 from ..core.config import config_dataclass
@@ -43,7 +43,11 @@ class Learner:
     """
 
     def __init__(
-        self, model: GPTNeoXForCausalLM, config: OptimizerConfig, precision: Precision, compiled: bool
+        self,
+        model: transformers.GPTNeoXForCausalLM,
+        config: OptimizerConfig,
+        precision: Precision,
+        compiled: bool,
     ) -> None:
         devices.keep_freed_memory()
         self.model, self.clip = model, config.clip

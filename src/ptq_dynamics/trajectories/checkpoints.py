@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from ..core.errors import UserError
 from ..core.files import atomic_dir, read_json, sha256_file, write_json
@@ -48,7 +47,7 @@ class Checkpoint:
 
 def save(
     folder: Path,
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     tokenizer_folder: Path,
     *,
     tokens: int,
@@ -143,15 +142,15 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """The one loader, for base and quantized alike: evaluation mode, no gradients, the dtype that is asked for.
 
     Raises:
         UserError: the folder does not load, a parameter is missing or not finite.
     """
-    transformers_logging.disable_progress_bar()  # a checkpoint loads in a blink; studies have a bar of their own
+    transformers.utils.logging.disable_progress_bar()  # a checkpoint loads in a blink; studies have a bar of their own
     try:
-        model, told = AutoModelForCausalLM.from_pretrained(
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.path, dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
