@@ -67,8 +67,8 @@ def repro(root: Path, *options: str, code: int = 0) -> set[str]:
     return {line.split("'")[1] for line in out.splitlines() if line.startswith("Running stage")}
 
 
-def params(root: Path, of: str = "", **changes: object) -> None:
-    """Toy sizes for every study, with ``changes`` to the study ``of``."""
+def params(root: Path, **changes: dict[str, object]) -> None:
+    """Toy sizes for every study, with ``changes`` by study."""
     studies = {
         name: {**toy.STUDY, "seeds": [0], "checkpoint_tokens": 1280, "members": members}
         for name, members in STUDIES.items()
@@ -76,8 +76,8 @@ def params(root: Path, of: str = "", **changes: object) -> None:
     for name in ("token_budgets", "soups"):
         studies[name]["checkpoint_tokens"] = 1920
     studies["schedules_small"]["model"] = toy.MODEL | {"width": 8}
-    if of:
-        studies[of] |= changes
+    for name, change in changes.items():
+        studies[name] |= change
     data = {
         "profile": "toy",
         "workers": 1,
@@ -132,7 +132,9 @@ def test_everything_is_written(pipeline):
     assert [e["id"] for e in told] == [*(f"C{i}" for i in range(1, 15)), "P1", "P2", "P3"]
     for finding in FINDINGS:
         for name in (f"figures/{finding}.png", f"figures/{finding}.pdf", f"tables/{finding}.csv"):
-            assert (pipeline / "reports" / name).stat().st_size > 200
+            assert (
+                pipeline / "reports" / name
+            ).stat().st_size > 50  # one seed predicts nothing: names of columns
         executed = json.loads((pipeline / f"reports/notebooks/finding_{finding}.ipynb").read_text())
         assert any(c.get("outputs") for c in executed["cells"])
     assert (
@@ -150,33 +152,25 @@ def test_touching_a_finding_reruns_it_alone(pipeline):
     assert repro(pipeline) == {"finding_token_budgets"}
 
 
+TWO_SEEDS = {"soups": {"seeds": [0, 5]}}  # from the first test that asks for them on
+
+
 def test_one_more_seed_trains_that_seed_alone(pipeline):
-    runs = pipeline / "data/runs/token_budgets"
-    rows = pipeline / "data/measurements/token_budgets/rows"
+    runs = pipeline / "data/runs/soups"
+    rows = pipeline / "data/measurements/soups/rows"
     before = {p: p.stat().st_mtime_ns for folder in (runs, rows) for p in folder.rglob("*") if p.is_file()}
-    params(pipeline, "token_budgets", seeds=[0, 5])
-    assert repro(pipeline) == {
-        "pretrain@token_budgets",
-        "measure@token_budgets",
-        "finding_token_budgets",
-        "average",
-        "finding_averaging",
-        "publish",  # what it publishes stays the same, so nobody measures it again
-        "curvature",
-        "monitor",
-        *(f"finding_{name}" for name in ("curvature", "expansion", "prediction", "monitor")),
-        "claims",
-    }
+    params(pipeline, **TWO_SEEDS)
+    assert repro(pipeline) == {"pretrain@soups", "measure@soups", "average", "finding_averaging", "claims"}
     after = {p: p.stat().st_mtime_ns for folder in (runs, rows) for p in folder.rglob("*") if p.is_file()}
     assert {p: after[p] for p in before} == before
     new = {p.relative_to(runs).parts[0] for p in set(after) - set(before) if runs in p.parents}
-    assert len(new) == 3 and all(n.endswith("-seed5") for n in new)  # a trunk and two branches
+    assert len(new) == 5 and all(
+        n.endswith("-seed5") for n in new
+    )  # a trunk, two branches in two orders of data
 
 
 def test_one_lr_more_runs_its_seeds_and_the_finding_and_one_less_trains_nothing(pipeline):
     runs, table = pipeline / "data/runs/peak_lr", pipeline / "reports/tables/measurements-peak_lr.csv"
-    params(pipeline)
-    repro(pipeline)
     before = {p: p.stat().st_mtime_ns for p in runs.rglob("*") if p.is_file()}
     drawn = {
         p: (pipeline / p).read_bytes() for p in ("reports/figures/peak_lr.png", "reports/tables/peak_lr.csv")
@@ -190,7 +184,8 @@ def test_one_lr_more_runs_its_seeds_and_the_finding_and_one_less_trains_nothing(
         "claims",
     }
     grid = [0.002, 0.01, 0.03]
-    params(pipeline, "peak_lr", members={"wsd": {**STUDIES["peak_lr"]["wsd"], "peak_lr": grid}})
+    members = {"wsd": {**STUDIES["peak_lr"]["wsd"], "peak_lr": grid}}
+    params(pipeline, **TWO_SEEDS, peak_lr={"members": members})
     assert repro(pipeline) == touched
     after = {p: p.stat().st_mtime_ns for p in runs.rglob("*") if p.is_file()}
     assert {p: after[p] for p in before} == before
@@ -198,7 +193,7 @@ def test_one_lr_more_runs_its_seeds_and_the_finding_and_one_less_trains_nothing(
         "wsd-640-lr0.03-seed0", "wsd-0.00128M-lr0.03-seed0",
     }  # fmt: skip
     assert set(pd.read_csv(table)["peak_lr"]) == set(grid)
-    params(pipeline)
+    params(pipeline, **TWO_SEEDS)
     assert repro(pipeline) <= touched
     assert {p: p.stat().st_mtime_ns for p in runs.rglob("*") if p.is_file()} == after
     assert {p: (pipeline / p).read_bytes() for p in drawn} == drawn
