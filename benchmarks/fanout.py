@@ -1,9 +1,11 @@
 """One study with two workers against the same study with one: wall clock of the whole of `pretrain`, its start included.
 
-The study: four seeds of the mini profile's model, 4.1M tokens each. Every run is trained anew in a folder of its own, by
-a process of its own, compiled code from a warm cache. Needs the corpus (`dvc repro corpus`) and both cores.
+The study: the mini profile's weight_decay, 12 runs of 4.1M tokens, trained anew in a folder of its own, by a process of
+its own, compiled code from a warm cache. Starting up (imports, the cluster, tracing the compiled step) takes each worker
+some ten seconds, so studies of a few small runs gain less. Needs the corpus (`dvc repro corpus`), both cores and a
+quarter of an hour a round.
 
-    python benchmarks/fanout.py [--rounds 3]
+    python benchmarks/fanout.py [--rounds 1]
 """
 
 from __future__ import annotations
@@ -20,47 +22,44 @@ from pathlib import Path
 
 import common
 
-from ptq_dynamics.training.study import Member, pretrain
+from ptq_dynamics.training.study import pretrain
 
-TOKENS = 4_096_000
+TOKENS, WARM_UP = 4_096_000, 409_600  # to a run: the study's own, and what fills the cache of compiled code
 
 
-def train(root: str, workers: int) -> None:
-    """The study, under ``root``."""
+def train(root: str, workers: int, tokens: int) -> None:
+    """The study, under ``root``, with runs of ``tokens``."""
     known = common.mini()
     os.environ["PTQ_DYNAMICS_ROOT"] = root
-    study = dataclasses.replace(
-        known.studies["token_budgets"], seeds=(0, 1, 2, 3), checkpoint_tokens=TOKENS, dense_tokens=None,
-        members={"trunk": Member(shape="constant", tokens=TOKENS, peak_lr=0.01)},
-    )  # fmt: skip
-    pretrain("fanout", study, known.machine, workers)
+    study = known.studies["weight_decay"]
+    members = {name: dataclasses.replace(m, tokens=tokens) for name, m in study.members.items()}
+    pretrain("fanout", dataclasses.replace(study, members=members), known.machine, workers)
 
 
-def seconds(workers: int) -> float:
-    """Wall clock of ``train(workers)`` in a fresh folder and process."""
+def seconds(workers: int, tokens: int = TOKENS) -> float:
+    """Wall clock of ``train`` in a fresh folder and process."""
     with tempfile.TemporaryDirectory() as root:
         (Path(root) / "data").mkdir()
         (Path(root) / "data" / "corpus").symlink_to(common.ROOT / "data" / "corpus")
+        command = [sys.executable, __file__, "--train", root, str(workers), str(tokens)]
         start = time.perf_counter()
-        subprocess.run(
-            [sys.executable, __file__, "--train", root, str(workers)], check=True, stderr=subprocess.DEVNULL
-        )
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
         return time.perf_counter() - start
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.train:
-        train(given.train[0], int(given.train[1]))
+        train(given.train[0], *map(int, given.train[1:]))
         sys.exit()
-    seconds(2)  # fills the cache of compiled code
+    seconds(2, WARM_UP)
     rounds = [{n: seconds(n) for n in ((2, 1) if i % 2 else (1, 2))} for i in range(given.rounds)]
     ratios = [r[1] / r[2] for r in rounds]
     print(f"one worker over two: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     common.record(
-        "pretraining a study of four runs, seconds, two workers", statistics.median(r[2] for r in rounds),
+        "pretraining the study weight_decay, seconds, two workers", statistics.median(r[2] for r in rounds),
         statistics.median(r[1] for r in rounds), statistics.median(ratios), "one worker",
     )  # fmt: skip

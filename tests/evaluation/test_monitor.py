@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
+import dataclasses
 import logging
 import math
 import shutil
@@ -141,6 +141,12 @@ def test_a_quantizer_that_fails_halfway_leaves_the_weights_and_the_run_alone(mon
     assert "step 7: not read: the Hessian stays singular" in caplog.text
 
 
+def test_tokens_of_another_vocabulary_are_told_and_end_no_run(caplog) -> None:
+    assert QuantizationMonitor(TOKENS + 200, RTN, every=1)(build(), 3) == {}
+    assert "step 3: not read" in caplog.text and "vocabulary of 300" in caplog.text
+    assert QuantizationMonitor(torch.as_tensor(TOKENS, dtype=torch.int32), RTN, every=1)(build(), 3)
+
+
 def test_weights_that_are_not_finite_are_told(caplog) -> None:
     model = build()
     with torch.no_grad():
@@ -247,6 +253,7 @@ def test_a_transformers_trainer_logs_it_like_its_own_metrics_and_trains_the_same
         ({"tokens": TOKENS[0]}, "shape"),
         ({"tokens": TOKENS[:, :1]}, "shape"),
         ({"tokens": TOKENS[:0]}, "shape"),
+        ({"tokens": TOKENS / 2}, "integer token ids"),
         ({"tokens": TOKENS, "quantizers": [GPTQ]}, "gptq-3bit-g8 needs calibration tokens"),
         ({"tokens": TOKENS, "quantizers": []}, "needs a quantizer"),
         ({"tokens": TOKENS, "every": 0}, "every"),
@@ -313,6 +320,10 @@ def test_saved_checkpoints_are_read_as_they_would_have_been_in_training(own_root
         assert row["step"] == reading["step"]
         assert (row["ce"], row[spec.label]) == pytest.approx((reading["ce"], reading[spec.label]), rel=1e-6)
         assert row["diverging"] == " ".join(reading["diverging"])
+    told = [set(d.split()) for d in rows["diverging"]]
+    assert [set(w.split()) for w in rows["warned"]] == [
+        now - before for before, now in zip([set(), *told], told, strict=False)
+    ]
     written = pd.read_csv(own_root / "reports" / "tables" / "monitor.csv")
     assert written[spec.label].to_numpy() == pytest.approx(table[spec.label].to_numpy(), rel=1e-6)
 
@@ -326,12 +337,27 @@ def test_what_was_read_is_kept_while_it_holds(own_root, monkeypatch) -> None:
     assert made == len(first)
     pd.testing.assert_frame_equal(monitoring.replay(*configs(sequences=3), 1), first)
     assert len(calls) == made
-    file = next((own_root / "data" / "measurements" / "monitor").glob("trunk-seed0.json"))
-    file.write_text(json.dumps({"key": "other", "readings": []}))
+    file = next((own_root / "data" / "measurements" / "monitor" / "rows").glob("*.json"))
+    file.write_text("{torn")
     pd.testing.assert_frame_equal(monitoring.replay(*configs(sequences=3), 1), first)
-    assert len(calls) == made + 2
+    assert len(calls) == made + 1
+    monitoring.replay(*configs(sequences=3, window=2, ratio=3.0), 1)  # how it warns decides no reading
+    assert len(calls) == made + 1
     monitoring.replay(*configs(sequences=2), 1)
-    assert len(calls) == 2 * made + 2
+    assert len(calls) == 2 * made + 1
+
+
+@pytest.mark.parametrize(("method", "again"), [("rtn", False), ("gptq", True)])
+def test_another_calibration_is_another_reading_of_gptq_alone(own_root, monkeypatch, method, again) -> None:
+    calls = []
+    real = monitoring.read_errors
+    monkeypatch.setattr(monitoring, "read_errors", lambda *a: calls.append(1) or real(*a))
+    config, study, measuring = configs(quantizers=[{"method": method, "bits": 3, "group_size": 8}])
+    monitoring.replay(config, study, measuring, 1)
+    made = len(calls)
+    other = dataclasses.replace(measuring, calibration=dataclasses.replace(measuring.calibration, seed=9))
+    monitoring.replay(config, study, other, 1)
+    assert len(calls) == (2 * made if again else made)
 
 
 def test_a_member_that_is_not_there_is_one_line(own_root) -> None:

@@ -51,7 +51,7 @@ def measured(
             for b in bits:
                 e = error(at, b)
                 rows.append(
-                    at | {"method": "gptq", "bits": b, "ce": ce * (1 + e), "ce_fp": ce, "delta_ce": ce * e, "relative_error": e}
+                    at | {"method": "gptq", "bits": b, "group_size": 64, "ce": ce * (1 + e), "ce_fp": ce, "delta_ce": ce * e, "relative_error": e}
                 )  # fmt: skip
     return pd.DataFrame(rows)
 

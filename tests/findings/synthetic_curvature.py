@@ -70,7 +70,7 @@ def tables(
                 }
                 step |= {"rayleigh": 0.4 * along_step**x * wobble, "true": 0.05 * rise**x * wobble}
                 rows.append(at | step)
-    steps = pd.DataFrame(rows).assign(text_tokens=4096)
+    steps = pd.DataFrame(rows).assign(text_tokens=4096, group_size=64)
     return Tables(curvature, measured, training, steps, slices(rates))
 
 
@@ -143,7 +143,7 @@ def _terms(at, method, bits, done, rest, curvature, size, weights, spread) -> di
     true = (linear + quadratic) * (rest if bits <= 4 else 1.0)
     terms = {"linear": linear, "quadratic": quadratic, "true": true, "norm2": norm2, "rayleigh": rayleigh}
     terms["measured"] = 0.9 * quadratic if bits <= 4 else np.nan
-    return at | {"method": method, "bits": bits, "weight_norm2": weight_norm2} | terms
+    return at | {"method": method, "bits": bits, "group_size": 64, "weight_norm2": weight_norm2} | terms
 
 
 def write(root: Path, t: Tables, expansion: pd.DataFrame | None = None) -> None:

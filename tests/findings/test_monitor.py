@@ -65,7 +65,8 @@ def readings(seeds=(0, 1, 2)) -> pd.DataFrame:
     last = (rows["member"] == "cooldown") & (rows["tokens"] == rows["run_tokens"])
     kept = ["run", "member", "seed", "tokens", "step", "branch_tokens", "run_tokens", "lr"]
     return rows[kept].assign(
-        study="token_budgets", ce=rows["ce_fp"], diverging=np.where(last & (rows["branch_tokens"] > 5e6), GPTQ, ""),
+        study="token_budgets", ce=rows["ce_fp"], diverging=GPTQ,
+        warned=np.where(last & (rows["branch_tokens"] > 5e6), GPTQ, ""),
         **{GPTQ: rows["relative_error"] ** 2, RTN: 1 - rows["relative_error"]},
     )  # fmt: skip
 

@@ -68,7 +68,7 @@ def study(name: str, seeds=(0, 1, 2), law=None, spread: float = 0.03, bits=(4, 3
     ends = table[table["method"] == "none"]
     curvature = pd.DataFrame(
         [
-            {"run": r["run"], "tokens": r["tokens"], "trace_quantized": trace_of(r), "weight_scale": scale_of(r)}
+            {"run": r["run"], "tokens": r["tokens"], "group_size": 64, "trace_quantized": trace_of(r), "weight_scale": scale_of(r)}
             for r in ends.to_dict("records")
         ]
     )  # fmt: skip
@@ -103,9 +103,9 @@ def test_the_core_is_what_uniform_rounding_costs_a_quadratic() -> None:
     q = np.clip(np.round(w / s), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * s
     cost = 0.5 * (h * (q - w) ** 2).sum()
     table = pd.DataFrame(
-        {"run": ["r"], "tokens": [1], "method": ["rtn"], "bits": [bits], "delta_ce": [cost], "peak_lr": [1.0], "parameters": [1], "seed": [0]}
+        {"run": ["r"], "tokens": [1], "method": ["rtn"], "bits": [bits], "group_size": [64], "delta_ce": [cost], "peak_lr": [1.0], "parameters": [1], "seed": [0]}
     )  # fmt: skip
-    curvature = pd.DataFrame({"run": ["r"], "tokens": [1], "trace_quantized": [h.sum()], "weight_scale": [scale]})  # fmt: skip
+    curvature = pd.DataFrame({"run": ["r"], "tokens": [1], "group_size": [64], "trace_quantized": [h.sum()], "weight_scale": [scale]})  # fmt: skip
     rows = prediction.prepare(table, curvature)
     assert prediction.over_core(rows)["rtn", bits][0] == pytest.approx(1.0, rel=0.07)
 

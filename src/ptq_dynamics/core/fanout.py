@@ -81,6 +81,7 @@ def _dask(tasks: Sequence[Task], workers: int) -> dict[str, _Outcome]:
         "distributed.comm.timeouts.tcp": "120s",
         "distributed.scheduler.worker-ttl": None,
         "distributed.worker.daemon": False,
+        "distributed.worker.profile.enabled": False,  # a look at every thread each 10 ms, for a dashboard that is off
     }
     n = side_by_side(tasks, workers, _memory_gib())
     with dask.config.set(settings):

@@ -112,9 +112,9 @@ def _planes(
     runs: Mapping[Run, Sequence[Checkpoint]],
 ) -> list[Plane]:  # fmt: skip
     s = config.slices
-    longest = max(r.config.schedule.steps for r in runs)
+    longest = max(r.config.schedule.steps * r.config.tokens_per_step for r in runs)
     first = min(r.config.seed for r in runs)
-    wanted = run.config.schedule.steps == longest and run.config.seed == first
+    wanted = run.config.schedule.steps * run.config.tokens_per_step == longest and run.config.seed == first
     if s is None or s.study != study or not wanted or c != runs[run][-1]:
         return []
     return [Plane(previous, spec, s.resolution, s.margin) for spec in config.studies[study].quantizers]
@@ -140,10 +140,13 @@ def compute(
     if config.slices is not None:
         s = one_of(config.slices.study, config.studies, "study of curvature.slices")
         if not config.studies[s].quantizers:
-            raise UserError(f"curvature.slices: curvature.studies.{s} names no quantizers; add some")
+            raise UserError(
+                f"params.yaml: curvature.slices: curvature.studies.{s} names no quantizers; add some"
+            )
     runs = {n: {r: trajectory(n, r) for r in expand(studies[n])} for n in config.studies}
     points = choose(config, runs)
-    files = _examine_all(points, config.numerics(measuring), workers)
+    numerics = config.numerics(measuring)
+    files = _examine_all(points, numerics, workers)
     rows = paths.measurements(NAME) / "rows"
     tables: dict[str, list[dict[str, Any]]] = {}
     for p in points:
@@ -151,7 +154,8 @@ def compute(
         place = {k: getattr(p.checkpoint, k) for k in ("step", "tokens", "lr", "phase", "weights_id")}
         labels = p.run.labels() | place | {"text_tokens": config.text.tokens}
         flat = {k: v for a in answers if isinstance(a, Basin | Top) for k, v in answers[a].items()}
-        tables.setdefault(f"curvature-{p.study}", []).append(labels | flat)
+        of_group = {"group_size": numerics.group_size}  # of weight_scale
+        tables.setdefault(f"curvature-{p.study}", []).append(labels | of_group | flat)
         of_weights = {"weight_norm2": flat["weight_norm"] ** 2, "parameters": flat["parameters"]}
         for ask, answer in answers.items():
             if isinstance(ask, QuantSpec):
@@ -188,7 +192,7 @@ def _examine_all(points: Sequence[Point], config: Numerics, workers: int) -> dic
                 function=examine,
                 args=(p.checkpoint, tuple(asks), config, paths.corpus(), rows),
                 log=folder / f"{p.run.name}-{p.checkpoint.name}.error.txt",
-                memory_gib=1.5,
+                memory_gib=3.0,  # an operator keeps up to two of records
             )
             for weights, (p, asks) in asked.items()
         }

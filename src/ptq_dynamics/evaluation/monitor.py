@@ -87,11 +87,12 @@ class QuantizationMonitor:
         ratio: float = 1.25,
         window: int = 8,
     ) -> None:
-        self.tokens = np.asarray(tokens)
-        if self.tokens.ndim != 2 or 0 in self.tokens.shape or self.tokens.shape[1] < 2:
+        given = torch.as_tensor(tokens).cpu()
+        if given.ndim != 2 or 0 in given.shape or given.shape[1] < 2 or given.is_floating_point():
             raise UserError(
-                f"monitor: needs token ids of shape [sequences, length + 1], got {self.tokens.shape}"
+                f"monitor: needs integer token ids of shape [sequences, length + 1], got {given.dtype} {list(given.shape)}"
             )
+        self.tokens = given.long().numpy()
         self.quantizers = tuple(quantizers)
         if calibration is None and (lacking := [q.label for q in self.quantizers if q.method != "rtn"]):
             raise UserError(
@@ -179,7 +180,10 @@ class QuantizationMonitor:
         )
 
     def callback(self, trainer: transformers.Trainer) -> transformers.TrainerCallback:
-        """A callback for ``trainer``, which logs each reading like its own metrics."""
+        """A callback for ``trainer``, which logs each reading like its own metrics.
+
+        It runs the whole model in the first process alone: not for training that shards the weights (FSDP, ZeRO-3).
+        """
         monitor = self
 
         class Callback(transformers.TrainerCallback):  # made here: importing the class takes seconds
@@ -204,8 +208,13 @@ def read_errors(
     """Cross-entropy (``ce``, nats per token) and relative errors by label; the model is left as it was, bit for bit.
 
     Raises:
-        UserError: a weight or loss is not finite, or calibration does not suit the model.
+        UserError: a weight or loss is not finite, or text or calibration does not suit the model.
     """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        raise UserError(
+            f"a token id is outside the model's vocabulary of {vocabulary}; use the tokenizer of this model"
+        )
     with _evaluation(model):
         base = float(sequence_losses(model, tokens, precision=precision).mean())
         found = {"ce": base}
@@ -217,8 +226,9 @@ def read_errors(
                     float(sequence_losses(model, tokens, precision=precision).mean()) / base - 1
                 )
                 restore(model, before)
-        finally:
+        except BaseException:
             restore(model, before)
+            raise
     return found
 
 
@@ -260,8 +270,8 @@ def spread(tokens: TokenSet, sequences: int, length: int) -> np.ndarray:
     blocks = tokens.blocks(length)
     if len(blocks) < sequences:
         raise UserError(
-            f"monitor: set '{tokens.name}' has {len(blocks)} sequences of {length} tokens, {sequences} asked for; ask for "
-            "fewer or shorter ones"
+            f"monitor: set '{tokens.name}' has {len(blocks)} sequences of {length} tokens, {sequences} asked for; lower "
+            "`sequences` or the length"
         )
     return blocks[np.linspace(0, len(blocks) - 1, sequences).round().astype(int)]
 
@@ -284,64 +294,63 @@ class MonitorConfig:
     window: Annotated[int, Field(ge=1)] = 8
 
 
-def replay_run(points: Sequence[Checkpoint], config: MonitorConfig, measuring: MeasureConfig, corpus: Path, file: Path) -> list[dict[str, Any]]:  # fmt: skip
-    """A reading of each checkpoint of a run; ``file`` keeps them, and is taken where nothing has changed."""
-    text = TokenSet.open(corpus, measuring.evaluation.set)
-    calibration = TokenSet.open(corpus, measuring.calibration.set)
-    key = digest(
-        {
-            "weights": [c.weights_id for c in points],
-            "config": asdict(config),
-            "length": measuring.evaluation.length,
-            "precision": measuring.precision,
-            "texts": [text.id, calibration.id],
-            "code": provenance.fingerprint(*NUMERICS),
-            "versions": {k: v for k, v in provenance.versions().items() if k in ("torch", "transformers")},
-        }
-    )
-    found = _kept(file, key)
-    if resumed := found is not None:
-        progress.report(str(file), len(points), resumed=resumed, final=True)
-        return found
-    length = measuring.evaluation.length
-    tokens = spread(text, config.sequences, length)
-    calib = torch.from_numpy(
-        calibration.calibration(config.sequences, length, measuring.calibration.seed)
-    )  # as many again
+def replay_run(
+    points: Sequence[Checkpoint], config: MonitorConfig, measuring: MeasureConfig, corpus: Path, folder: Path
+) -> list[dict[str, Any]]:
+    """A reading of each checkpoint of a run; ``folder`` keeps one file each, which is taken where nothing has changed."""
+    text, length = TokenSet.open(corpus, measuring.evaluation.set), measuring.evaluation.length
+    tokens, calib = spread(text, config.sequences, length), None
+    of: dict[str, Any] = {
+        "sequences": config.sequences,
+        "quantizers": [asdict(q) for q in config.quantizers],
+        "length": length,
+        "precision": measuring.precision,
+        "text": text.id,
+        "code": provenance.fingerprint(*NUMERICS),
+        "versions": {k: v for k, v in provenance.versions().items() if k in ("torch", "transformers")},
+    }
+    if any(q.method != "rtn" for q in config.quantizers):  # as many sequences again
+        calibration, seed = TokenSet.open(corpus, measuring.calibration.set), measuring.calibration.seed
+        calib = torch.from_numpy(calibration.calibration(config.sequences, length, seed))
+        of["calibration"] = [calibration.id, seed]
     device = devices.pick(measuring.device)
     found = []
     for i, c in enumerate(points):
-        model = checkpoints.load_model(c).to(device)
-        errors = read_errors(model, tokens, config.quantizers, calib, measuring.precision)
+        file = folder / f"{digest(of | {'weights': c.weights_id}, length=16)}.json"
+        errors = _kept(file)
+        resumed = errors is not None
+        if errors is None:
+            model = checkpoints.load_model(c).to(device)
+            errors = read_errors(model, tokens, config.quantizers, calib, measuring.precision)
+            write_json(file, errors)
         found.append({"checkpoint": c.name, "step": c.step, "tokens": c.tokens, "lr": c.lr, "phase": c.phase} | errors)  # fmt: skip
-        progress.report(str(file), i + 1, final=i + 1 == len(points))
-    write_json(file, {"key": key, "readings": found})
+        progress.report(points[0].path.parent.name, i + 1, resumed=resumed, final=i + 1 == len(points))
     return found
 
 
-def _kept(file: Path, key: str) -> list[dict[str, Any]] | None:
+def _kept(file: Path) -> dict[str, float] | None:
     try:
-        kept = read_json(file, hint="it is computed anew")
+        return read_json(file, hint="it is computed anew")
     except UserError:
         return None
-    return kept["readings"] if kept.get("key") == key else None
 
 
 def replay(config: MonitorConfig, study: Study, measuring: MeasureConfig, workers: int) -> pd.DataFrame:
     """Read every saved checkpoint of the trunks and their cooldowns; writes ``reports/tables/monitor.csv``.
 
-    One row per checkpoint: the run's labels and ``study``, ``ce``, the relative error under each quantizer's label, and ``diverging``,
-    the labels that the monitor would have warned of with all readings of the run and of what it branched from behind it.
+    One row per checkpoint: the run's labels and ``study``, ``ce``, the relative error under each quantizer's label,
+    ``diverging``, the labels under which error and loss part with all readings of the run and of what it branched from
+    behind it, and ``warned``, those of them that did not at the reading before: the monitor warns once.
 
     Raises:
-        UserError: no such member, or a checkpoint is missing or torn.
+        UserError: no such member, a cooldown of another trunk, or a checkpoint is missing or torn.
     """
     runs = {r.name: r for r in expand(study) if r.member in (config.trunk, config.cooldown)}
     if lacking := {config.trunk, config.cooldown} - {r.member for r in runs.values()}:
         raise UserError(f"params.yaml: monitor: study '{config.study}' has no member '{min(lacking)}'")
     points = {n: trajectory(config.study, r, dense=True) for n, r in runs.items()}
     folder, corpus = paths.measurements(NAME), paths.corpus()
-    sweep(folder)
+    sweep(folder / "rows")
     with progress.watched():
         total = sum(map(len, points.values()))
         progress.announce(f"monitor: {total} checkpoints", total, "ckpt")
@@ -349,7 +358,7 @@ def replay(config: MonitorConfig, study: Study, measuring: MeasureConfig, worker
             fanout.Task(
                 key=n,
                 function=replay_run,
-                args=(cs, config, measuring, corpus, folder / f"{n}.json"),
+                args=(cs, config, measuring, corpus, folder / "rows"),
                 log=folder / f"{n}.error.txt",
             )
             for n, cs in points.items()
@@ -367,9 +376,21 @@ def judged(
     labels = [q.label for q in config.quantizers]
     rows = []
     for name, run in runs.items():
-        before = [r for r in readings.get(run.config.parent or "", ()) if r["step"] <= run.branch_step]
-        own = readings[name]
-        for i, reading in enumerate(own):
-            told = diverging([*before, *own[: i + 1]], labels, config.ratio, config.window)
-            rows.append(run.labels() | {"study": config.study} | reading | {"diverging": " ".join(told)})
+        before: list[Mapping[str, Any]] = []
+        if parent := run.config.parent:
+            if parent not in readings:
+                raise UserError(
+                    f"params.yaml: monitor.trunk: '{name}' branches from '{parent}', not from a '{config.trunk}'"
+                )
+            before = [r for r in readings[parent] if r["step"] <= run.branch_step]
+        path = [*before, *readings[name]]
+        told = [diverging(path[: i + 1], labels, config.ratio, config.window) for i in range(len(path))]
+        for i in range(len(before), len(path)):
+            new = [label for label in told[i] if i == 0 or label not in told[i - 1]]
+            rows.append(
+                run.labels()
+                | {"study": config.study}
+                | path[i]
+                | {"diverging": " ".join(told[i]), "warned": " ".join(new)}
+            )
     return pd.DataFrame(rows)

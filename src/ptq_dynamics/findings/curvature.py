@@ -65,12 +65,15 @@ def read() -> Tables:
     """The tables in git.
 
     Raises:
-        UserError: one is missing.
+        UserError: one is missing, or has no top eigenvalue.
     """
     measured, training = statistics.read(ALONG)
-    return Tables(
-        table(f"curvature-{ALONG}"), measured, training, table(f"expansion-{RATES}"), table("slices")
-    )
+    along = table(f"curvature-{ALONG}")
+    if "top_eigenvalue" not in along:
+        raise UserError(
+            f"params.yaml: curvature.studies.{ALONG}.top_eigenvalue: C12 needs it; set it to true"
+        )
+    return Tables(along, measured, training, table(f"expansion-{RATES}"), table("slices"))
 
 
 # --- along trunk and cooldowns (C12) ---
@@ -193,7 +196,7 @@ def _c12(t: Tables, verdicts: bool) -> dict[str, Any]:
         if (r["curvature"], r["quantizer"], r["checkpoints"]) != ("trace", _name("gptq", SHAPE_BITS), "all"):
             name = f"{r['curvature']} with {r['quantizer']} error, {r['checkpoints']} checkpoints"
             details[name] = plain(Estimate(*(r[f"correlation{x}"] for x in ("", ", low", ", high"))))
-    columns = {n: c for n, c in MEASURES.items() if c in rows} | {f"{SHAPE_BITS}-bit error": "relative_error"}
+    columns = MEASURES | {f"{SHAPE_BITS}-bit error": "relative_error"}
     for name, c in columns.items():
         details[f"{name}: end of the late cooldowns over branch point"] = plain(
             geometric(late_rise(rows, c).values())
@@ -207,7 +210,7 @@ def _c12(t: Tables, verdicts: bool) -> dict[str, Any]:
             geometric(plateau_growth(rows, c).values())
         )
     details["relative standard error of the trace, median"] = claims.number(
-        float((rows["trace_se"] / rows["trace"]).median())
+        float((rows["trace_se"] / rows["trace"].abs()).median())
     )
     details["top eigenvalues that did not converge"] = int((~rows["top_converged"].astype(bool)).sum())
     details["per seed"] = {str(k): claims.number(v) for k, v in values.items()}
@@ -231,7 +234,7 @@ def _c13(t: Tables, verdicts: bool) -> dict[str, Any]:
     details["tokens between the checkpoint and the previous one"] = int(last["step_tokens"].max())
     conditions = [found[names[0]].value - 1, found[names[1]].value - 1, 1 - found[names[4]].value]
     provided = all(c > 0 for c in conditions) if np.isfinite(conditions).all() else None
-    size = statistics.scale(t.curvature.assign(run_tokens=last["run_tokens"].max()), f"GPTQ {PLANE_BITS} bit")
+    size = statistics.scale(last, f"GPTQ {PLANE_BITS} bit")
     estimate = claims.geometric(values.values())
     return claims.entry("C13", estimate, len(values), size, details, provided=provided, verdicts=verdicts)
 
@@ -468,7 +471,7 @@ def _colour(kind: str) -> Any:
 def caption(t: Tables) -> str:
     """The figure's caption."""
     n, rows = t.curvature["seed"].nunique(), together(t, SHAPE_BITS)
-    relative = 100 * float((rows["trace_se"] / rows["trace"]).median())
+    relative = 100 * float((rows["trace_se"] / rows["trace"].abs()).median())
     return (
         f"Curvature along the trajectory. (a) {SHAPE_BITS}-bit error, (b) Hessian trace over all parameters (Hutchinson, "
         f"{int(rows['probes'].max())} Rademacher probes; standard error about {relative:.0f} %) and (c) largest eigenvalue (Lanczos) "

@@ -21,7 +21,6 @@ from .statistics import ends, errors, growth, log, longest
 NAME = "expansion"
 ALONG, RATES = "token_budgets", "peak_lr"  # the studies whose cooldowns, and whose peak LRs, are read
 PRIMARY = 4  # bits
-TOLERANCE = 0.2  # P1's bound (claims.yaml), here to tell at which bit widths the expansion holds
 METHODS = ("gptq", "rtn")
 
 # What the measured rise in loss is a product of: see ``factors``.
@@ -43,7 +42,7 @@ def read() -> tuple[pd.DataFrame, pd.DataFrame]:
             raise UserError(f"{paths.relative(path)}: no such file; run `dvc repro curvature`")
         table = pd.read_csv(path)
         table = table[table["method"].isin(METHODS)]
-        keys = ["run", "tokens", "method", "bits"]
+        keys = ["run", "tokens", "method", "bits", "group_size"]
         measured = statistics.read(study)[0][[*keys, "delta_ce"]].rename(columns={"delta_ce": "measured"})
         table = table.merge(measured, on=keys, how="left")
         found.append(table.assign(predicted=table["linear"] + table["quadratic"]))
@@ -51,6 +50,11 @@ def read() -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 # --- how much it explains ---
+
+
+def bound() -> float:
+    """What P1 allows to be left unexplained."""
+    return claims.rules()["P1"].high
 
 
 def unexplained(rows: pd.DataFrame, column: str = "predicted") -> dict[int, float]:
@@ -75,8 +79,8 @@ def factors(rows: pd.DataFrame) -> pd.DataFrame:
     """``rows`` with ln of the measured ΔCE ("total"), of its three factors, and of the two parts of the second.
 
     ΔCE = ‖δ‖²/‖W‖² · ‖W‖² ½δᵀHδ/‖δ‖² · rest: relative size of the step, curvature along it relative to the weights' scale,
-    and what this leading term leaves (gradient, higher orders, the difference of texts). ΔCE is that of the
-    measurements, on many tokens: on the few that the expansion is taken on, the gradient's noise moves it. The relative
+    and what this leading term leaves (gradient, higher orders, the difference of texts and of precision). ΔCE is that of
+    the measurements, on many tokens: on the few that the expansion is taken on, the gradient's noise moves it. The relative
     curvature is ‖W‖² ("weights") times ½δᵀHδ/‖δ‖² ("curvature"): a network with normalisation can grow its weights
     without changing what it computes, and the plain curvature then falls by as much. NaN for what has no logarithm.
     """
@@ -146,9 +150,9 @@ def judge(table: pd.DataFrame, by_rate: pd.DataFrame, verdicts: bool) -> list[di
     for method in METHODS:
         told = [b for m, b in statistics.quantizers(table) if m == method]
         held = [
-            b for b in told if claims.mean(unexplained(errors(table, b, method)).values()).value <= TOLERANCE
+            b for b in told if claims.mean(unexplained(errors(table, b, method)).values()).value <= bound()
         ]
-        details[f"bit widths at which at most {TOLERANCE:g} is left, {method.upper()}"] = sorted(held)
+        details[f"bit widths at which at most {bound():g} is left, {method.upper()}"] = sorted(held)
     for method, bits in [q for q in _measured(table) if q[1] in (3, 4)]:
         for factor, by_seed in shares(errors(table, bits, method)).items():
             name = f"share of the rise over the late cooldowns, {bits}-bit {method.upper()}: {factor}"
@@ -291,7 +295,7 @@ def _left(ax: Axes, table: pd.DataFrame) -> None:
                     markersize=3.5,
                     label=f"{method.upper()}, {label}",
                 )
-    ax.axhline(100 * TOLERANCE, color=style.RATE, linewidth=0.8)
+    ax.axhline(100 * bound(), color=style.RATE, linewidth=0.8)
     ax.set_yscale("log")
     style.plain_log(ax.yaxis)
     ax.set_xticks(sorted(table["bits"].unique()))
@@ -367,7 +371,7 @@ def caption(table: pd.DataFrame) -> str:
         f"differences over the sum of the true rises, mean over {n} seed{'s' if n > 1 else ''}; line: P1's bound. (c) Parts of the rise of the measured "
         "ln ΔCE from branch point to end of the cooldowns that begin in the last half of the trunk: relative size of the "
         "step ‖δ‖²/‖W‖², curvature along it relative to the weights' scale ‖W‖² ½δᵀHδ/‖δ‖², and what this leading term "
-        "leaves; bars: 95 % intervals over seeds. (d) Predicted over true against the relative size of the step. (e, f) That size, and the curvature along "
+        "leaves (the measured ΔCE is on more text, its products in the precision of the measurements); bars: 95 % intervals over seeds. (d) Predicted over true against the relative size of the step. (e, f) That size, and the curvature along "
         "the step (Rayleigh quotient, nats per squared weight unit), along the trunk at constant LR (grey) and its cooldowns "
         f"(red); bands: {f'the range over {n} seeds' if n > 1 else 'not shown (one seed)'}."
     )

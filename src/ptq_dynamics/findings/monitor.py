@@ -33,11 +33,12 @@ CHOICES = ("peak LR", "cooldown")
 
 @dataclass(frozen=True)
 class Tables:
-    """The monitor's readings, measurements of the study that it read, and the candidates by choice and bits."""
+    """The monitor's readings, measurements of the study that it read, the candidates by choice and bits, and their rows."""
 
     readings: pd.DataFrame
     measured: pd.DataFrame
     candidates: Mapping[tuple[str, int], pd.DataFrame]
+    ends: pd.DataFrame
 
 
 def read() -> Tables:
@@ -49,20 +50,21 @@ def read() -> Tables:
     path = paths.tables() / f"{NAME}.csv"
     if not path.is_file():
         raise UserError(f"{paths.relative(path)}: no such file; run `dvc repro monitor`")
-    readings = pd.read_csv(path).assign(diverging=lambda t: t["diverging"].fillna(""))
+    readings = pd.read_csv(path).fillna({"diverging": "", "warned": ""})
     measured = statistics.read(readings["study"].iloc[0])[0]
     rates = longest(ends(peak_lr.read()[0]))
     rates = rates.assign(candidate=rates["peak_lr"].map("{:g}".format))
     shapes = ends(cooldowns.read()[0])
-    batch = shapes.loc[shapes["member"] == cooldowns.REFERENCE, "sequences"].iloc[0]
-    shapes = shapes[shapes["sequences"] == batch].assign(candidate=lambda t: t["variant"])
+    reference = shapes[shapes["member"] == cooldowns.REFERENCE].iloc[0]
+    same = (shapes[["sequences", "run_tokens"]] == reference[["sequences", "run_tokens"]]).all(axis=1)
+    shapes = shapes[same].assign(candidate=lambda t: t["variant"])
     found = {
         (choice, bits): wide(errors(rows, bits), bits)
         for choice, rows in zip(CHOICES, (rates, shapes), strict=True)
         for bits in BITS
         if len(errors(rows, bits))
     }
-    return Tables(readings, measured, found)
+    return Tables(readings, measured, found, pd.concat([rates, shapes]))
 
 
 def wide(rows: pd.DataFrame, bits: int) -> pd.DataFrame:
@@ -154,7 +156,7 @@ def agreement(t: Tables, bits: int = PRIMARY) -> dict[str, dict[int, float]]:
 
 def warned(t: Tables) -> dict[str, dict[int, tuple[int, int]]]:
     """Per seed: in how many of all cooldowns it warned, and at how many of all readings along the trunk, by half."""
-    told = t.readings.assign(warned=t.readings["diverging"] != "")
+    told = t.readings.assign(warned=t.readings["warned"] != "")
     trunk = told["branch_tokens"] == 0
     late = 2 * told["tokens"] >= told["run_tokens"]
     parts = {
@@ -196,8 +198,7 @@ def judge(t: Tables, verdicts: bool) -> list[dict[str, Any]]:
     details["per seed"] = {str(k): claims.number(v) for k, v in values.items()}
     if not values:
         details["not judged"] = "a choice needs candidates and at least two seeds"
-    rows = t.measured
-    size = statistics.scale(rows, f"GPTQ {PRIMARY} bit")
+    size = statistics.scale(t.ends, f"GPTQ {PRIMARY} bit")
     return [claims.entry("P3", claims.mean(values.values()), len(values), size, details, verdicts=verdicts)]
 
 
@@ -235,7 +236,7 @@ def _error(ax: Axes, t: Tables) -> None:
             line = pd.concat([one[(one["branch_tokens"] == 0) & (one["tokens"] == first)], g])
             name = label if run == one["run"].iloc[0] else None
             ax.plot(line["tokens"] / 1e6, 100 * line[label], color=colour, linewidth=1, label=name)
-            told = g[g["diverging"].str.split().map(lambda d, k=label: k in d)]
+            told = g[g["warned"].str.split().map(lambda d, k=label: k in d)]
             ax.plot(told["tokens"] / 1e6, 100 * told[label], "v", color=colour, markersize=5)
     full = errors(t.measured, PRIMARY)
     full = full[full["run"].isin(one["run"])]
@@ -253,7 +254,7 @@ def _loss(ax: Axes, t: Tables) -> None:
         first = g["branch_tokens"].iloc[0]
         line = pd.concat([trunk[trunk["tokens"] == first], g])
         ax.plot(line["tokens"] / 1e6, line["ce"], color=style.TRUNK, linewidth=1)
-    told = one[one["diverging"] != ""]
+    told = one[one["warned"] != ""]
     ax.plot(told["tokens"] / 1e6, told["ce"], "v", color=BY_LOW, markersize=5, label="warns")
     shown = trunk.loc[trunk["tokens"] >= trunk["tokens"].max() / 10, "ce"]
     low, high = min(one["ce"].min(), shown.min()), shown.max()
@@ -313,7 +314,7 @@ def _regrets(ax: Axes, rows: pd.DataFrame) -> None:
 def caption(t: Tables) -> str:
     """The figure's caption."""
     one = t.readings
-    n = t.measured["seed"].nunique()
+    n = t.ends["seed"].nunique()
     return (
         f"The monitor. (a) Relative error at {PRIMARY} bit as the monitor reads it on a small fixed batch along the constant-LR "
         f"trunk and its cooldowns (lines, seed {one['seed'].min()}), and GPTQ's as measured in full (dots). Triangles: it warns. "

@@ -91,15 +91,16 @@ def prepare(table: pd.DataFrame, curvature: pd.DataFrame) -> pd.DataFrame:
     """One row per checkpoint and quantizer, with everything that a law may use.
 
     Args:
-        table: measurements of a study. curvature: ``trace_quantized`` and ``weight_scale`` by run and tokens.
+        table: measurements of a study. curvature: ``trace_quantized`` and ``weight_scale`` by run, tokens and group size.
 
     Returns:
         The measurements with the columns ``ln_error`` (of ΔCE, what is predicted), ``ln_trace``, ``ln_step`` (2 · mean
         over groups of the largest |w| / (2^bits − 1)), ``ln_core`` (½ · trace · step²/12), ``ln_rate`` (peak LR),
         ``ln_per_parameter`` (tokens seen per parameter). NaN where there is no logarithm.
     """
-    own = curvature[["run", "tokens", "trace_quantized", "weight_scale"]]
-    rows = table[table["method"] != "none"].merge(own, on=["run", "tokens"])
+    keys = ["run", "tokens", "group_size"]
+    own = curvature[[*keys, "trace_quantized", "weight_scale"]]
+    rows = table[table["method"] != "none"].merge(own, on=keys)
     step = 2 * rows["weight_scale"] / (2 ** rows["bits"] - 1)
     return rows.assign(
         ln_error=log(rows["delta_ce"]),
@@ -272,7 +273,9 @@ def judge(rows: pd.DataFrame, lacking: Sequence[str], verdicts: bool) -> list[di
         details["not judged"] = f"nothing held out: {', '.join(lacks)}" + (
             f" (no curvature of {', '.join(lacking)})" if lacking else ""
         )
-    size = statistics.scale(rows, f"GPTQ {BITS[0]} and {BITS[1]} bit")
+    if lost := sorted(set(rows["seed"]) - set(values)):
+        details["seeds without all four kinds of held-out runs, left out"] = lost
+    size = statistics.scale(rows[rows["study"] == FIT], f"GPTQ {BITS[0]} and {BITS[1]} bit, fitted")
     provided = bool(against_rate.value < 0) if np.isfinite(against_rate.value) else None
     return [
         claims.entry(

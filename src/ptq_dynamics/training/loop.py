@@ -222,7 +222,8 @@ def train(
     Args:
         lenders: folders of other runs, from whose checkpoints it may go on.
         planned: step from which the progress display counts.
-        watch: sees every update, such as ``evaluation.monitor.QuantizationMonitor``.
+        watch: sees every update that this call makes, such as ``evaluation.monitor.QuantizationMonitor``. After a resume
+            it begins anew; what it returned before is in metrics.csv.
 
     Raises:
         UserError: the loss is not finite (step, rate and the last good checkpoint are named), the disk is full.
