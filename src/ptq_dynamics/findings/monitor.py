@@ -308,7 +308,9 @@ def _regrets(ax: Axes, rows: pd.DataFrame) -> None:
         Line2D([], [], color=c, marker="o", linestyle="none", markersize=4, label=f"chosen by {what} loss")
         for c, what in ((BY_FULL, "full-precision"), (BY_LOW, "quantized"))
     ]
-    ax.legend(handles=handles, frameon=False, loc="best")
+    low, high = ax.get_ylim()
+    ax.set_ylim(low, high + 0.3 * (high - low))  # room for the legend
+    ax.legend(handles=handles, frameon=False, loc="upper center")
 
 
 def caption(t: Tables) -> str:

@@ -297,7 +297,8 @@ def caption(table: pd.DataFrame) -> str:
     for (size, name), e in _estimates(exponents(errors(table, PRIMARY))).items():
         if name in SCHEDULES.values():
             span = f" [{e.low:.2f}, {e.high:.2f}]" if np.isfinite(e.low) else ""
-            laws.append(f"{size:,} parameters, {name}: {e.value:.2f}{span}")
+            value = f"{e.value:.2f}{span}" if np.isfinite(e.value) else "none (a gap has no logarithm)"
+            laws.append(f"{size:,} parameters, {name}: {value}")
     return (
         "Cosine against WSD at equal budgets of tokens. (a, b) Gap ΔCE = CE(Ŵ) − CE(W) at the end of every run against "
         f"tokens per parameter, both axes logarithmic; dots: {n} seed{'s' if n > 1 else ''}; circles: geometric mean; lines: "
