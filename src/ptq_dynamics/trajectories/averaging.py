@@ -26,7 +26,8 @@ from ..core.files import atomic_dir, sha256_file, write_json
 from .checkpoints import META, WEIGHTS, read
 from .hub import TOKENIZER_FILES
 
-GROUP_BYTES = 256 * 2**20  # of accumulators at a time
+# Summed before the next group is read: beside the result, its part of one open file stays in memory.
+GROUP_BYTES = 2**24
 RECIPE = "average.json"
 
 # differ between checkpoints of one run without meaning anything for the weights
