@@ -10,6 +10,7 @@ import os
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 
+import argparse  # noqa: E402
 import json  # noqa: E402
 import multiprocessing  # noqa: E402
 import statistics  # noqa: E402
@@ -34,6 +35,15 @@ os.environ["PTQ_DYNAMICS_ROOT"] = str(ROOT)
 torch.set_num_threads(1)
 
 Make = Callable[..., Callable[[], object]]
+
+
+def rounds(description: str, default: int) -> int:
+    """``--rounds`` of the command line."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=default)
+    return parser.parse_args().rounds
 
 
 def mini() -> settings.Params:

@@ -12,7 +12,6 @@ depend on the vector is computed once, outside the timing on our side, where it 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable
 from importlib.metadata import version
@@ -102,11 +101,7 @@ def curvlinops(*args: object) -> Callable[[], list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+    rounds = common.rounds(__doc__, 9)
     params = common.mini()
     config, vocab_size = params.studies["token_budgets"].model, params.corpus.vocab_size
     peers = [

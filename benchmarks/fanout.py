@@ -1,9 +1,9 @@
 """One study with two workers against the same study with one: wall clock of the whole of `pretrain`, its start included.
 
 The study: two seeds of the mini profile's weight_decay, 8 runs of 4.1M tokens, trained anew in a folder of its own, by a
-process of its own, compiled code from a warm cache. Starting up (imports, the cluster, tracing the compiled step) takes each worker
-some ten seconds, so studies of a few small runs gain less. Needs the corpus (`dvc repro corpus`), both cores and
-twelve minutes a round.
+process of its own, compiled code from a warm cache. Starting up (imports, the cluster, tracing the compiled
+step) takes as long whatever the study, so studies of a few small runs gain less. Needs the corpus
+(`dvc repro corpus`) and both cores.
 
     python benchmarks/fanout.py [--rounds 1]
 """

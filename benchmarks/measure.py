@@ -9,7 +9,6 @@ speed does not depend on it. Prints and records seconds, without compilation (on
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import tempfile
@@ -106,11 +105,7 @@ def peer(checkpoint: Checkpoint, config: MeasureConfig, corpus: Path) -> Callabl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    rounds = common.rounds(__doc__, 5)
     params = common.mini()
     model_config, vocab_size = params.studies["token_budgets"].model, params.corpus.vocab_size
     wanted = [q for q in params.measure.quantizers if q.method == "gptq" and q.bits in (3, 4)]

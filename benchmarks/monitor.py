@@ -11,7 +11,6 @@ milliseconds per update; fails above 2 %.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
@@ -34,11 +33,7 @@ def ids(vocab_size: int, sequences: int, length: int, seed: int) -> torch.Tensor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    rounds = common.rounds(__doc__, 5)
     params = common.mini()
     study, vocab_size = params.studies["token_budgets"], params.corpus.vocab_size
     context = study.model.context

@@ -8,7 +8,6 @@ default attention, cross-entropy, backward, clipping, AdamW. Prints and records 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import common
@@ -89,11 +88,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    rounds = common.rounds(__doc__, 15)
     params = common.mini()
     study = params.studies["token_budgets"]
     sizes = [study.model, ModelConfig(width=64, layers=3, heads=2, context=128)]

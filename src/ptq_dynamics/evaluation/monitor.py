@@ -17,8 +17,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +33,7 @@ from ..core.config import asdict, config_dataclass, digest
 from ..core.errors import UserError
 from ..core.files import read_json, sweep, write_json
 from ..corpus.tokens import TokenSet
-from ..quantization.quantizer import quantize, restore, snapshot
+from ..quantization.quantizer import _eval_mode, quantize, restore, snapshot
 from ..quantization.spec import QuantSpec
 from ..training.study import Run, Study, expand, trajectory
 from ..trajectories import checkpoints
@@ -215,7 +214,7 @@ def read_errors(
         raise UserError(
             f"a token id is outside the model's vocabulary of {vocabulary}; use the tokenizer of this model"
         )
-    with _evaluation(model):
+    with _eval_mode(model):
         base = float(sequence_losses(model, tokens, precision=precision).mean())
         found = {"ce": base}
         before = snapshot(model)
@@ -230,18 +229,6 @@ def read_errors(
             restore(model, before)
             raise
     return found
-
-
-@contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    """No dropout; each module's own training flag comes back."""
-    flags = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
 
 
 def diverging(

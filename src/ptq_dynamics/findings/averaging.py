@@ -17,7 +17,6 @@ from matplotlib.lines import Line2D
 
 from ..core import paths
 from ..core.config import read_yaml
-from ..core.errors import UserError
 from . import claims, statistics, style
 from .statistics import ends, errors, log
 
@@ -65,10 +64,7 @@ def read() -> Tables:
     Raises:
         UserError: one is missing.
     """
-    path = paths.tables() / "measurements-averages.csv"
-    if not path.is_file():
-        raise UserError(f"{paths.relative(path)}: no such file; run `dvc repro average`")
-    averages = pd.read_csv(path)
+    averages = statistics.table("measurements-averages", "average")
     of = averages.groupby("purpose")["study"].first()
     return Tables(averages, statistics.read(of["trajectory"])[0], statistics.read(of["soup"])[0])
 

@@ -16,11 +16,10 @@ from matplotlib.lines import Line2D
 from scipy import stats
 from scipy.interpolate import RectBivariateSpline
 
-from ..core import paths
 from ..core.errors import UserError
 from ..evaluation.intervals import Estimate
 from . import claims, statistics, style
-from .statistics import ends, errors, growth, log, longest
+from .statistics import branches, ends, errors, growth, log, longest, table
 
 NAME = "curvature"
 ALONG, RATES = (
@@ -49,18 +48,6 @@ class Tables:
     slices: pd.DataFrame
 
 
-def table(name: str) -> pd.DataFrame:
-    """A table of the curvature stage.
-
-    Raises:
-        UserError: it is missing.
-    """
-    path = paths.tables() / f"{name}.csv"
-    if not path.is_file():
-        raise UserError(f"{paths.relative(path)}: no such file; run `dvc repro curvature`")
-    return pd.read_csv(path)
-
-
 def read() -> Tables:
     """The tables in git.
 
@@ -68,12 +55,13 @@ def read() -> Tables:
         UserError: one is missing, or has no top eigenvalue.
     """
     measured, training = statistics.read(ALONG)
-    along = table(f"curvature-{ALONG}")
+    along = table(f"curvature-{ALONG}", "curvature")
     if "top_eigenvalue" not in along:
         raise UserError(
             f"params.yaml: curvature.studies.{ALONG}.top_eigenvalue: C12 needs it; set it to true"
         )
-    return Tables(along, measured, training, table(f"expansion-{RATES}"), table("slices"))
+    steps, slices = table(f"expansion-{RATES}", "curvature"), table("slices", "curvature")
+    return Tables(along, measured, training, steps, slices)
 
 
 # --- along trunk and cooldowns (C12) ---
@@ -95,25 +83,10 @@ def rank_correlation(rows: pd.DataFrame, x: str = "trace", y: str = "relative_er
 
 
 def changes(rows: pd.DataFrame, column: str) -> pd.DataFrame:
-    """ln of ``column`` along each cooldown, less that at its branch point; NaN for what has no logarithm.
-
-    Columns: seed, branch_tokens, done (share of the decay), end (is it), late (begins in the last half of the trunk),
-    rise.
-    """
-    trunk = rows[rows["member"] == "trunk"]
-    at = trunk.set_index(["seed", "tokens"])[column].rename("start")
-    branches = rows[rows["member"] == "cooldown"].join(at, on=["seed", "branch_tokens"])
-    begun = branches["tokens"] - branches["branch_tokens"]
-    return pd.DataFrame(
-        {
-            "seed": branches["seed"],
-            "branch_tokens": branches["branch_tokens"],
-            "done": begun / (branches["run_tokens"] - branches["branch_tokens"]),
-            "end": branches["tokens"] == branches["run_tokens"],
-            "late": 2 * branches["branch_tokens"] >= trunk["run_tokens"].max(),
-            "rise": log(branches[column]) - log(branches["start"]),
-        }
-    )
+    """The cooldowns as ``statistics.branches`` has them, with the column ``rise``: ln of ``column`` less that at the branch
+    point; NaN for what has no logarithm."""
+    found = branches(rows, [column])
+    return found.assign(rise=log(found[column]) - log(found[f"{column}, start"]))
 
 
 def rises_everywhere(rows: pd.DataFrame, columns: Iterable[str] = ("trace", "top_eigenvalue")) -> bool | None:
@@ -274,8 +247,8 @@ def summary(t: Tables) -> pd.DataFrame:
     of = {f"{b}-bit error": (together(t, b), "relative_error") for b in BITS if len(errors(t.measured, b))}
     of |= {name: (together(t, SHAPE_BITS), column) for name, column in MEASURES.items()}
     rows: dict[int, dict[str, Any]] = {}
-    for name, (table, column) in of.items():
-        for budget, g in changes(table, column).query("end").groupby("branch_tokens"):
+    for name, (both, column) in of.items():
+        for budget, g in changes(both, column).query("end").groupby("branch_tokens"):
             row = rows.setdefault(int(budget), {"cooldown from (M tokens)": budget / 1e6, "seeds": len(g)})
             row |= statistics.columns(name, claims.geometric(np.exp(g["rise"])))
     return pd.DataFrame([rows[b] for b in sorted(rows)])
@@ -306,8 +279,6 @@ def figure(t: Tables) -> Figure:
     style.use()
     rows = together(t, SHAPE_BITS).assign(percent=lambda d: 100 * d["relative_error"])
     fig, axes = plt.subplots(3, 2, figsize=(style.WIDTH, 7.2), width_ratios=(1.25, 1))
-    budgets = sorted(rows.loc[rows["member"] == "cooldown", "branch_tokens"].unique())
-    colours = style.gradient(len(budgets))
     panels = [
         (f"{SHAPE_BITS}-bit error, GPTQ (%)", "percent"),
         ("Hessian trace", "trace"),
@@ -315,12 +286,7 @@ def figure(t: Tables) -> Figure:
     ]
     for i, (label, y) in enumerate(panels):
         ax = axes[i, 0]
-        trunk = rows[rows["member"] == "trunk"]
-        style.band(ax, trunk, y, color=style.TRUNK, marker="o", markersize=2.5, zorder=3)
-        for budget, colour in zip(budgets, colours, strict=True):
-            branch = rows[(rows["member"] == "cooldown") & (rows["branch_tokens"] == budget)]
-            path = pd.concat([trunk[trunk["tokens"] == budget], branch])
-            style.band(ax, path, y, color=colour, marker="o", markersize=2.5, zorder=4)
+        style.trunk_and_cooldowns(ax, rows, y)
         ax.set_ylabel(label)
         ax.set_ylim(min(0, 1.05 * rows[y].min()), None)
         style.overlay_rate(ax, t.training, label=True)
@@ -342,13 +308,7 @@ def figure(t: Tables) -> Figure:
     axes[2, 1].set_ylabel("curvature along it")
     for i, ax in enumerate(axes.T.flat):
         style.letter(ax, i)
-    handles = [Line2D([], [], color=style.TRUNK, label="constant LR (trunk)")]
-    handles += [
-        Line2D([], [], color=c, label=f"cooldown from {b / 1e6:.1f}M")
-        for b, c in zip(budgets, colours, strict=True)
-    ]
-    handles.append(Line2D([], [], color=style.RATE, linestyle="--", linewidth=0.8, label="learning rate"))
-    fig.legend(handles=handles, loc="outside lower center", ncol=4, frameon=False)
+    style.cooldown_legend(fig, rows)
     return fig
 
 

@@ -12,11 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from ..core import paths
-from ..core.errors import UserError
 from ..evaluation.intervals import Estimate
 from . import claims, statistics, style
-from .statistics import ends, errors, growth, log, longest
+from .statistics import branches, ends, errors, growth, log, longest
 
 NAME = "expansion"
 ALONG, RATES = "token_budgets", "peak_lr"  # the studies whose cooldowns, and whose peak LRs, are read
@@ -37,10 +35,7 @@ def read() -> tuple[pd.DataFrame, pd.DataFrame]:
     """
     found = []
     for study in (ALONG, RATES):
-        path = paths.tables() / f"expansion-{study}.csv"
-        if not path.is_file():
-            raise UserError(f"{paths.relative(path)}: no such file; run `dvc repro curvature`")
-        table = pd.read_csv(path)
+        table = statistics.table(f"expansion-{study}", "curvature")
         table = table[table["method"].isin(METHODS)]
         keys = ["run", "tokens", "method", "bits", "group_size"]
         measured = statistics.read(study)[0][[*keys, "delta_ce"]].rename(columns={"delta_ce": "measured"})
@@ -102,13 +97,10 @@ def decay_rises(rows: pd.DataFrame) -> pd.DataFrame:
     Args:
         rows: of one quantizer.
     """
-    table, columns = factors(rows), ["total", *FACTORS, *PARTS]
-    trunk = table[table["member"] == "trunk"]
-    start = trunk.set_index(["seed", "tokens"])[columns].add_suffix(", start")
-    last = ends(table[table["member"] == "cooldown"]).join(start, on=["seed", "branch_tokens"])
+    columns = ["total", *FACTORS, *PARTS]
+    last = branches(factors(rows), columns).query("end")
     change = pd.DataFrame({c: last[c] - last[f"{c}, start"] for c in columns})
-    late = 2 * last["branch_tokens"] >= trunk["run_tokens"].max()
-    return pd.concat([last[["seed", "branch_tokens"]], change], axis=1).assign(late=late)
+    return pd.concat([last[["seed", "branch_tokens", "late"]], change], axis=1)
 
 
 def shares(rows: pd.DataFrame) -> dict[str, dict[int, float]]:

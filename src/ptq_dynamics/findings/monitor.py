@@ -19,8 +19,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from scipy import stats
 
-from ..core import paths
-from ..core.errors import UserError
 from . import claims, cooldowns, peak_lr, statistics, style
 from .statistics import ends, errors, longest
 
@@ -47,10 +45,7 @@ def read() -> Tables:
     Raises:
         UserError: one is missing.
     """
-    path = paths.tables() / f"{NAME}.csv"
-    if not path.is_file():
-        raise UserError(f"{paths.relative(path)}: no such file; run `dvc repro monitor`")
-    readings = pd.read_csv(path).fillna({"diverging": "", "warned": ""})
+    readings = statistics.table(NAME, "monitor").fillna({"diverging": "", "warned": ""})
     measured = statistics.read(readings["study"].iloc[0])[0]
     rates = longest(ends(peak_lr.read()[0]))
     rates = rates.assign(candidate=rates["peak_lr"].map("{:g}".format))

@@ -21,11 +21,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
-from scipy import stats
 
 from ..core import paths
-from ..core.errors import UserError
-from ..evaluation.intervals import LEVEL, Estimate
+from ..evaluation.intervals import Estimate
 from . import claims, statistics, style
 from .statistics import log
 
@@ -75,13 +73,11 @@ def read() -> tuple[pd.DataFrame, list[str]]:
     """
     found, lacking = [], []
     for study in (FIT, *OTHERS, SIZE):
-        path = paths.tables() / f"curvature-{study}.csv"
-        if path.is_file():
-            found.append(prepare(statistics.read(study)[0], pd.read_csv(path)).assign(study=study))
-        elif study == FIT:
-            raise UserError(f"{paths.relative(path)}: no such file; run `dvc repro curvature`")
-        else:
+        if study != FIT and not (paths.tables() / f"curvature-{study}.csv").is_file():
             lacking.append(study)
+            continue
+        curvature = statistics.table(f"curvature-{study}", "curvature")
+        found.append(prepare(statistics.read(study)[0], curvature).assign(study=study))
     rows = pd.concat(found, ignore_index=True)
     # runs of several studies may be the same weights: they count where they come first, the fit before all
     return rows.drop_duplicates(["weights_id", "method", "bits", "group_size"]), lacking
@@ -208,9 +204,9 @@ def r_squared(predictions: pd.DataFrame) -> Estimate:
     n = len(seeds)
     if n < 2:
         return Estimate(whole, float("nan"), float("nan"))
-    parts = np.array([of(predictions[predictions["seed"] != s]) for s in seeds])
-    error = np.sqrt((n - 1) / n * ((parts - parts.mean()) ** 2).sum())
-    half = float(stats.t.ppf((1 + LEVEL) / 2, n - 1) * error)
+    half = float(
+        statistics.jackknife_half_width(np.array([of(predictions[predictions["seed"] != s]) for s in seeds]))
+    )
     return Estimate(whole, whole - half, whole + half)
 
 

@@ -18,19 +18,26 @@ from . import claims
 SIMILAR = 0.05  # nats: full-precision losses no further apart count as similar (claims.yaml, C5 and C8)
 
 
+def table(name: str, stage: str) -> pd.DataFrame:
+    """``reports/tables/<name>.csv``.
+
+    Raises:
+        UserError: it is missing; ``stage`` writes it.
+    """
+    path = paths.tables() / f"{name}.csv"
+    if not path.is_file():
+        raise UserError(f"{paths.relative(path)}: no such file; run `dvc repro {stage}`")
+    return pd.read_csv(path)
+
+
 def read(study: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Measurements and training curves of a study, from the tables in git.
 
     Raises:
         UserError: a table is missing.
     """
-    tables = []
-    for kind in ("measurements", "training"):
-        path = paths.tables() / f"{kind}-{study}.csv"
-        if not path.is_file():
-            raise UserError(f"{paths.relative(path)}: no such file; run `dvc repro measure@{study}`")
-        tables.append(pd.read_csv(path))
-    return tables[0], tables[1]
+    stage = f"measure@{study}"
+    return table(f"measurements-{study}", stage), table(f"training-{study}", stage)
 
 
 def errors(table: pd.DataFrame, bits: int, method: str = "gptq") -> pd.DataFrame:
@@ -63,6 +70,22 @@ def of_member(table: pd.DataFrame, member: str, study: str) -> pd.DataFrame:
 def ends(rows: pd.DataFrame) -> pd.DataFrame:
     """The last checkpoint of every run."""
     return rows[rows["tokens"] == rows["run_tokens"]]
+
+
+def branches(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """The rows of the cooldowns that branch from a trunk, with what each of ``columns`` was at the branch point.
+
+    Further columns: ``<column>, start``; done (share of the decay), end (is it), late (begins in the last half of the
+    trunk).
+    """
+    trunk = rows[rows["member"] == "trunk"]
+    start = trunk.set_index(["seed", "tokens"])[list(columns)].add_suffix(", start")
+    found = rows[rows["member"] == "cooldown"].join(start, on=["seed", "branch_tokens"])
+    return found.assign(
+        done=(found["tokens"] - found["branch_tokens"]) / (found["run_tokens"] - found["branch_tokens"]),
+        end=found["tokens"] == found["run_tokens"],
+        late=2 * found["branch_tokens"] >= trunk["run_tokens"].max(),
+    )
 
 
 def longest(rows: pd.DataFrame) -> pd.DataFrame:
@@ -215,13 +238,18 @@ def jackknife(y: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> l
     whole, n = statistic(y), y.shape[-1]
     if n < 2:
         return [Estimate(float(v), float("nan"), float("nan")) for v in whole]
-    parts = np.array([statistic(np.delete(y, i, axis=-1)) for i in range(n)])
-    error = np.sqrt((n - 1) / n * ((parts - parts.mean(axis=0)) ** 2).sum(axis=0))
-    half = stats.t.ppf((1 + LEVEL) / 2, n - 1) * error
+    half = jackknife_half_width(np.array([statistic(np.delete(y, i, axis=-1)) for i in range(n)]))
     return [
         Estimate(float(v), float(np.clip(v - h, 0, 1)), float(np.clip(v + h, 0, 1)))
         for v, h in zip(whole, half, strict=True)
     ]
+
+
+def jackknife_half_width(parts: np.ndarray) -> np.ndarray:
+    """Half the 95 % interval (t) of a statistic from its values with each replicate left out in turn, ``[n, ...]``."""
+    n = len(parts)
+    error = np.sqrt((n - 1) / n * ((parts - parts.mean(axis=0)) ** 2).sum(axis=0))
+    return stats.t.ppf((1 + LEVEL) / 2, n - 1) * error
 
 
 def not_positive(rows: pd.DataFrame, column: str = "relative_error") -> int:

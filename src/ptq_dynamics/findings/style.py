@@ -13,6 +13,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..core import paths
@@ -51,6 +52,32 @@ def band(ax: Axes, table: pd.DataFrame, y: str, **line: object) -> None:
     x = by["tokens"] / 1e6
     (drawn,) = ax.plot(x, by["mean"], **line)
     ax.fill_between(x, by["min"], by["max"], color=drawn.get_color(), alpha=0.18, linewidth=0)
+
+
+def trunk_and_cooldowns(ax: Axes, rows: pd.DataFrame, y: str) -> None:
+    """``band`` of the trunk at constant LR and of each cooldown from its branch point on; ``cooldown_legend`` names them."""
+    trunk, colours = rows[rows["member"] == "trunk"], _budgets(rows)
+    band(ax, trunk, y, color=TRUNK, marker="o", markersize=2.5, zorder=3)
+    for budget, colour in colours.items():
+        branch = rows[(rows["member"] == "cooldown") & (rows["branch_tokens"] == budget)]
+        path = pd.concat([trunk[trunk["tokens"] == budget], branch])
+        band(ax, path, y, color=colour, marker="o", markersize=2.5, zorder=4)
+
+
+def cooldown_legend(figure: Figure, rows: pd.DataFrame) -> None:
+    """The legend of ``trunk_and_cooldowns`` and ``overlay_rate``, below the panels."""
+    handles = [Line2D([], [], color=TRUNK, label="constant LR (trunk)")]
+    handles += [
+        Line2D([], [], color=c, label=f"cooldown from {b / 1e6:.1f}M") for b, c in _budgets(rows).items()
+    ]
+    handles.append(Line2D([], [], color=RATE, linestyle="--", linewidth=0.8, label="learning rate"))
+    figure.legend(handles=handles, loc="outside lower center", ncol=4, frameon=False)
+
+
+def _budgets(rows: pd.DataFrame) -> dict[int, tuple[float, ...]]:
+    """Colours by the tokens at which a cooldown branches off."""
+    budgets = sorted(rows.loc[rows["member"] == "cooldown", "branch_tokens"].unique())
+    return dict(zip(budgets, gradient(len(budgets)), strict=True))
 
 
 def gradient(n: int) -> list[tuple[float, ...]]:

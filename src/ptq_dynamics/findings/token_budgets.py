@@ -8,7 +8,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from ..core import paths
 from ..core.config import read_yaml
@@ -115,15 +114,8 @@ def figure(table: pd.DataFrame, training: pd.DataFrame) -> Figure:
         if len(errors(table, b))
     ]
     fig, axes = plt.subplots(2, 2, figsize=(style.WIDTH, 4.8), sharex=True)
-    budgets = sorted(table.loc[table["member"] == "cooldown", "branch_tokens"].unique())
-    colours = style.gradient(len(budgets))
     for i, (ax, (title, rows, y)) in enumerate(zip(axes.flat, panels, strict=False)):
-        trunk = rows[rows["member"] == "trunk"]
-        style.band(ax, trunk, y, color=style.TRUNK, marker="o", markersize=2.5, zorder=3)
-        for budget, colour in zip(budgets, colours, strict=True):
-            branch = rows[(rows["member"] == "cooldown") & (rows["branch_tokens"] == budget)]
-            joined = pd.concat([trunk[trunk["tokens"] == budget], branch])
-            style.band(ax, joined, y, color=colour, marker="o", markersize=2.5, zorder=4)
+        style.trunk_and_cooldowns(ax, rows, y)
         ax.set_ylabel(title)
         style.letter(ax, i)
         if y == "pct":
@@ -133,13 +125,7 @@ def figure(table: pd.DataFrame, training: pd.DataFrame) -> Figure:
         ax.set_visible(False)
     for ax in axes[1]:
         ax.set_xlabel("training tokens (millions)")
-    handles = [Line2D([], [], color=style.TRUNK, label="constant LR (trunk)")]
-    handles += [
-        Line2D([], [], color=c, label=f"cooldown from {b / 1e6:.1f}M")
-        for b, c in zip(budgets, colours, strict=True)
-    ]
-    handles.append(Line2D([], [], color=style.RATE, linestyle="--", linewidth=0.8, label="learning rate"))
-    fig.legend(handles=handles, loc="outside lower center", ncol=4, frameon=False)
+    style.cooldown_legend(fig, table)
     return fig
 
 
