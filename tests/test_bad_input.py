@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import re
 import shutil
 import subprocess
 
@@ -292,9 +293,9 @@ def test_no_space_left_in_training(root, small_disk, workers, forked_workers):
         "no space left on the device; free some and run the same command again (finished work is kept)"
         in told
     )
-    assert "trunk-seed0: " in told and "data/runs/large/trunk-seed0/" in told
+    assert re.search(r"(trunk-seed\d): .*data/runs/large/\1/", told)  # whichever of two filled it
     assert checkpoints.verify(small.path) == small  # what was there stays
-    kept = [p for p in (root / "data/runs/large/trunk-seed0").glob("step-*")]
+    kept = list((root / "data/runs/large").glob("*/step-*"))
     assert kept and all(checkpoints.is_whole(p) for p in kept)  # and whole
     assert not list((root / "data/runs").rglob(".tmp-*"))
     small_disk()

@@ -258,6 +258,7 @@ def test_the_fingerprint_covers_everything_that_computes_a_row():
     found = {f"ptq_dynamics.{m}" for m in made_by}
     found |= {m for start in list(found) for m in graph.find_upstream_modules(start)}
     uncovered = {m for m in found if not any(m == n or m.startswith(n + ".") for n in module.NUMERICS)}
+    uncovered -= {"ptq_dynamics"}  # the version
     assert len(found) > 5 and all(m.startswith("ptq_dynamics.core") for m in uncovered), uncovered
 
 

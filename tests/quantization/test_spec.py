@@ -19,7 +19,10 @@ from ptq_dynamics.quantization.spec import QuantSpec
         ({"damping": -0.01}, "key 'damping': must be above 0"),
         ({"damping": 2.0}, "key 'damping': must be above 0 and at most 1"),
         ({"block_size": 0}, "key 'block_size': must be at least 1, got 0"),
-        ({"method": "gtpq"}, "key 'method': Input should be 'rtn' or 'gptq', got 'gtpq'"),
+        ({"method": "gtpq"}, "key 'method': Input should be 'rtn', 'gptq', 'gptqmodel', "),
+        ({"method": "nf4", "bits": 3}, "nf4 has 4 bits, not 3"),
+        ({"method": "int8"}, "int8 has 8 bits, not 4"),
+        ({"method": "awq", "rotation": "hadamard"}, "rotation goes with rtn and gptq, not with awq"),
         ({"precision": "bfloat16"}, "key 'precision': Input should be 'float32' or 'float64'"),
         ({"group": 64}, "unknown key 'group'; did you mean 'group_size'?"),
     ],
@@ -35,6 +38,9 @@ def test_bad_values_are_told_with_field_and_range(data, says):
     ("spec", "label"),
     [
         (QuantSpec(bits=4, group_size=64), "gptq-4bit-g64"),
+        (QuantSpec(bits=3, group_size=64, rotation="hadamard"), "gptq-3bit-g64-hadamard"),
+        (QuantSpec(method="nf4", group_size=64), "nf4-4bit-g64"),
+        (QuantSpec(method="auto-gptq", act_order=True), "auto-gptq-4bit-g128-act"),
         (QuantSpec(method="rtn", bits=3, group_size=-1, act_order=True), "rtn-3bit-row"),
         (QuantSpec(bits=2, group_size=32, symmetric=False, act_order=True), "gptq-2bit-g32-asym-act"),
         (

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..core.errors import UserError
 from ..models import neox
-from ..quantization.quantizer import block_linears
+from ..quantization.quantizer import block_linears, eval_mode
 from .pearlmutter import Pass
 
 Precision = Literal["fp32", "fp64"]
@@ -253,7 +253,6 @@ class Hessian:
         if self._lean is not None:
             yield
             return
-        training = [(m, m.training) for m in self._model.modules()]
         attention = self._model.config._attn_implementation
         if attention != "eager":
             warnings.warn(
@@ -261,14 +260,12 @@ class Hessian:
                 stacklevel=4,
             )
             self._model.set_attn_implementation("eager")
-        self._model.eval()
         try:
-            yield
+            with eval_mode(self._model):
+                yield
         finally:
             if attention != "eager":
                 self._model.set_attn_implementation(attention)
-            for module, flag in training:
-                module.training = flag
 
 
 @dataclass

@@ -105,7 +105,7 @@ def key(checkpoint: Checkpoint, ask: Ask, config: Numerics, texts: Mapping[str, 
         of["previous"] = ask.previous.weights_id
     if spec is not None:
         of["spec"] = asdict(spec)
-        if spec.method != "rtn":
+        if spec.calibrated:
             of["calibration"] = asdict(config.calibration) | {"id": texts["calibration"]}
     of |= {
         "weights": checkpoint.weights_id,
@@ -162,7 +162,7 @@ def _answers(
         calib = calibration.calibration(
             config.calibration.sequences, config.calibration.length, config.calibration.seed
         )
-        quantize(model, None if spec.method == "rtn" else torch.from_numpy(calib).to(device), spec)
+        quantize(model, torch.from_numpy(calib).to(device) if spec.calibrated else None, spec)
         there = h.flat(model)
         restore(model, before)
         return there
@@ -191,7 +191,10 @@ def _answers(
             )
         elif isinstance(ask, Plane):
             points = (h.theta, other(ask.previous), quantized(ask.spec))
-            s = plane(h, *points, resolution=ask.resolution, margin=ask.margin)
+            try:
+                s = plane(h, *points, resolution=ask.resolution, margin=ask.margin)
+            except UserError as e:
+                raise UserError(f"{checkpoint.path} with {ask.previous.path}: {e}") from None
             yield (
                 ask,
                 {k: getattr(s, k).tolist() for k in ("x", "y", "loss", "points")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,13 +38,18 @@ def paired_bootstrap(
     if base.shape != quantized.shape or base.ndim != 1:
         raise ValueError(f"losses must pair up: {base.shape} against {quantized.shape}")
     n = len(base)
-    rng = np.random.default_rng(seed)
-    # how often each sequence is drawn decides both means
-    counts = rng.multinomial(n, np.full(n, 1.0 / n), size=resamples).astype(np.float64)
+    counts = _draws(n, resamples, seed)
     draws = statistic(counts @ quantized / n, counts @ base / n)
     low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     value = statistic(np.asarray(quantized.mean()), np.asarray(base.mean()))
     return Estimate(float(value), float(low), float(high))
+
+
+@functools.lru_cache(maxsize=4)
+def _draws(n: int, resamples: int, seed: int) -> np.ndarray:
+    """How often each of ``n`` sequences is drawn, float64 ``[resamples, n]``: it decides both means."""
+    rng = np.random.default_rng(seed)
+    return rng.multinomial(n, np.full(n, 1.0 / n), size=resamples).astype(np.float64)
 
 
 def over_seeds(values: np.ndarray) -> Estimate:

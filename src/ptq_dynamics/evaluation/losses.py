@@ -77,7 +77,7 @@ def _forward(
 
     def losses(tokens: torch.Tensor) -> torch.Tensor:
         out = torch.func.functional_call(model, low, tokens[:, :-1], {"use_cache": False})
-        return _token_losses(out.logits, tokens)
+        return token_losses(out.logits, tokens)
 
     return losses
 
@@ -88,12 +88,13 @@ def _lean(shape: neox.Shape, compiled: bool) -> Callable[..., torch.Tensor]:
     def losses(
         params: neox.Params, low: neox.Params, tokens: torch.Tensor, rotation: neox.Rotation
     ) -> torch.Tensor:
-        return _token_losses(neox.lean_logits(shape, params, tokens[:, :-1], low, rotation), tokens)
+        return token_losses(neox.lean_logits(shape, params, tokens[:, :-1], low, rotation), tokens)
 
     return torch.compile(losses, dynamic=False) if compiled else losses
 
 
-def _token_losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def token_losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in nats, float32 ``[batch, length]``, of logits at ``tokens`` ``[batch, length + 1]``, shifted once."""
     labels = tokens[:, 1:]
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view(
         labels.shape

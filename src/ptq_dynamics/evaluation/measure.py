@@ -23,6 +23,7 @@ from ..core.errors import UserError
 from ..core.files import atomic_file, read_json, sweep, write_text
 from ..corpus.tokens import TokenSet
 from ..models import neox
+from ..quantization import backends
 from ..quantization.quantizer import quantize, restore, snapshot
 from ..quantization.spec import QuantSpec
 from ..training.study import Study, expand, training_curves, trajectory
@@ -91,10 +92,10 @@ def row_key(
         texts: content hashes of the ``evaluation`` and ``calibration`` sets.
         streamed: whether it is measured block by block, which rounds differently for GPTNeoX.
     """
-    calibrated = spec is not None and spec.method != "rtn"
+    calibrated = spec is not None and spec.calibrated
     path = {"streaming": provenance.fingerprint("ptq_dynamics.evaluation.streaming")} if streamed else {}
     return digest(
-        path
+        (path | backends.identity(spec.method) if spec else path)
         | {
             "weights": checkpoint.weights_id,
             "spec": asdict(spec) if spec else None,
@@ -174,7 +175,7 @@ def _measure_missing(
     base = None if base_row is None else base_row["losses"]
     work = _streamed if streamed else _in_memory
     for spec, found in work(checkpoint, missing, base, torch.from_numpy(calib), blocks, config):
-        losses, calibrated = found["losses"], spec is not None and spec.method != "rtn"
+        losses, calibrated = found["losses"], spec is not None and spec.calibrated
         row = {
             **_place(checkpoint),
             "weights_id": checkpoint.weights_id,
@@ -229,7 +230,7 @@ def _in_memory(
         if spec is None:
             continue
         start = time.perf_counter()
-        done = quantize(model, calibration.to(device) if spec.method != "rtn" else None, spec)
+        done = quantize(model, calibration.to(device) if spec.calibrated else None, spec)
         yield (
             spec,
             {

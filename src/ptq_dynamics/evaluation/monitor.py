@@ -33,7 +33,7 @@ from ..core.config import asdict, config_dataclass, digest
 from ..core.errors import UserError
 from ..core.files import read_json, sweep, write_json
 from ..corpus.tokens import TokenSet
-from ..quantization.quantizer import _eval_mode, quantize, restore, snapshot
+from ..quantization.quantizer import eval_mode, quantize, restore, snapshot
 from ..quantization.spec import QuantSpec
 from ..training.study import Run, Study, expand, trajectory
 from ..trajectories import checkpoints
@@ -93,7 +93,7 @@ class QuantizationMonitor:
             )
         self.tokens = given.long().numpy()
         self.quantizers = tuple(quantizers)
-        if calibration is None and (lacking := [q.label for q in self.quantizers if q.method != "rtn"]):
+        if calibration is None and (lacking := [q.label for q in self.quantizers if q.calibrated]):
             raise UserError(
                 f"monitor: {lacking[0]} needs calibration tokens; hand them in or use round to nearest"
             )
@@ -123,7 +123,7 @@ class QuantizationMonitor:
             UserError: no such set, or it is too short.
         """
         calibration = None
-        if any(q.method != "rtn" for q in quantizers):
+        if any(q.calibrated for q in quantizers):
             calibration = TokenSet.open(corpus, "calibration").calibration(sequences, length, 0)
         return cls(spread(TokenSet.open(corpus, set), sequences, length), quantizers, calibration, **settings)
 
@@ -214,13 +214,13 @@ def read_errors(
         raise UserError(
             f"a token id is outside the model's vocabulary of {vocabulary}; use the tokenizer of this model"
         )
-    with _eval_mode(model):
+    with eval_mode(model):
         base = float(sequence_losses(model, tokens, precision=precision).mean())
         found = {"ce": base}
         before = snapshot(model)
         try:
             for spec in quantizers:
-                quantize(model, None if spec.method == "rtn" else calibration, spec)
+                quantize(model, calibration if spec.calibrated else None, spec)
                 found[spec.label] = (
                     float(sequence_losses(model, tokens, precision=precision).mean()) / base - 1
                 )
@@ -296,7 +296,7 @@ def replay_run(
         "code": provenance.fingerprint(*NUMERICS),
         "versions": {k: v for k, v in provenance.versions().items() if k in ("torch", "transformers")},
     }
-    if any(q.method != "rtn" for q in config.quantizers):  # as many sequences again
+    if any(q.calibrated for q in config.quantizers):  # as many sequences again
         calibration, seed = TokenSet.open(corpus, measuring.calibration.set), measuring.calibration.seed
         calib = torch.from_numpy(calibration.calibration(config.sequences, length, seed))
         of["calibration"] = [calibration.id, seed]

@@ -46,16 +46,16 @@ from ..quantization.quantizer import (
     Batch,
     LayerReport,
     Quantized,
-    _check_calibration,
-    _linears,
-    _write,
+    check_calibration,
     decoder_blocks,
     embed,
+    linears_of,
     quantize_block,
+    write_layer,
 )
-from ..quantization.spec import QuantSpec
+from ..quantization.spec import OWN, QuantSpec
 from ..trajectories.hub import TOKENIZER_FILES
-from .losses import Precision, _token_losses
+from .losses import Precision, token_losses
 
 RECIPE = "quantization.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -130,12 +130,16 @@ def stream_measure(
     specs = list(dict.fromkeys(specs))
     if stray := [spec for spec in save or {} if spec not in specs]:
         raise UserError(f"save: {stray[0].label} is not among the quantizers; add it to them")
+    if foreign := [spec for spec in specs if spec.method not in OWN]:
+        raise UserError(
+            f"{folder}: {foreign[0].method} needs the whole model in memory; leave it out or set streaming: never"
+        )
     model = _skeleton(folder, dtype, device)
     prefix, blocks = _split(folder, model)
     weights = _Weights(folder, model)
-    calibrated = [spec for spec in specs if spec.method != "rtn"]
+    calibrated = [spec for spec in specs if spec.calibrated]
     if calibrated:
-        ids, mask = _check_calibration(model, calibration, attention_mask, batch_size)
+        ids, mask = check_calibration(model, calibration, attention_mask, batch_size)
         batch_size = batch_size or max(1, (2048 if device.type == "cpu" else 16384) // ids.shape[1])
     if evaluation is not None:
         evaluation = _check_evaluation(model, evaluation)
@@ -169,7 +173,7 @@ def stream_measure(
             name = f"{prefix}.{index}"
             own = [n for n in weights.names if n.startswith(f"{name}.")]
             weights.fill(own, device)
-            squares += [linear.weight.double().square().sum() for _, linear in _linears(block)]
+            squares += [linear.weight.double().square().sum() for _, linear in linears_of(block)]
             for stream in streams:
                 if stream.spec is not None:
                     last = index + 1 == len(blocks)
@@ -455,10 +459,10 @@ def _quantize(
     start = time.perf_counter()
     if stream.calibration is None:
         stream.reports += [
-            _write(
+            write_layer(
                 f"{name}.{n}", linear, round_to_nearest(linear.weight, stream.spec).dequantize(), None, None
             )
-            for n, linear in _linears(block)
+            for n, linear in linears_of(block)
         ]
     else:
         stream.reports += quantize_block(
@@ -490,7 +494,7 @@ def _losses(
         states = hidden[start : start + batch].to(device)
         tokens = torch.from_numpy(evaluation[start : start + batch]).to(device)
         logits = model(inputs_embeds=states, use_cache=False).logits
-        out.append(_token_losses(logits, tokens).double().mean(1).cpu())
+        out.append(token_losses(logits, tokens).double().mean(1).cpu())
     for block in blocks:
         del block.forward
     result = torch.cat(out).numpy()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import UserError
-from .grid import QuantizedWeight, fit_grid
+from .grid import QuantizedWeight, fit_grid, rotation_of
 from .spec import QuantSpec
 
 MAX_DAMPING = 10.0  # beyond it the Hessian is not singular but wrong, and GPTQ would be RTN anyway
@@ -85,6 +85,8 @@ def gptq(
     H = hessian.clone()
     if not torch.isfinite(H).all():
         raise UserError(f"{name}: calibration gives inputs that are not finite; check the checkpoint for NaN")
+    if (rotation := rotation_of(spec, columns, W.device)) is not None:
+        W, H = rotation.T @ W, (rotation.T @ H.double() @ rotation).to(H.dtype)
 
     diagonal = H.diagonal()
     dead = diagonal == 0
@@ -119,7 +121,9 @@ def gptq(
     g_idx[order] = torch.arange(columns, device=W.device) // width
     original = torch.empty(rows, columns, dtype=torch.uint8, device=W.device)
     original[:, order] = codes.T.add(zeros.repeat_interleave(width, dim=1)[:, :columns]).to(torch.uint8)
-    return QuantizedWeight(codes=original, scales=scales, zeros=zeros, g_idx=g_idx), damping
+    return QuantizedWeight(
+        codes=original, scales=scales, zeros=zeros, g_idx=g_idx, rotation=rotation
+    ), damping
 
 
 def inverse_factor(H: Tensor, damping: float, name: str) -> tuple[Tensor, float]:

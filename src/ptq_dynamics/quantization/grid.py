@@ -19,8 +19,10 @@ than the formula, and it always goes to code 0 (the even one), in any precision 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+import scipy.linalg
 import torch
 from torch import Tensor
 
@@ -32,17 +34,38 @@ class QuantizedWeight:
     """A weight matrix [rows, columns] as integers, columns in their original order.
 
     codes: uint8 [rows, columns] · scales, zeros: float64 [rows, groups] · g_idx: int64 [columns], the group of
-    each column.
+    each column · rotation: float64 [columns, columns] that the columns had been multiplied by before, or None.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor
     g_idx: Tensor
+    rotation: Tensor | None = None
 
     def dequantize(self) -> Tensor:
         """The weight matrix that the codes stand for, [rows, columns], float64."""
-        return (self.codes - self.zeros[:, self.g_idx]) * self.scales[:, self.g_idx]
+        weight = (self.codes - self.zeros[:, self.g_idx]) * self.scales[:, self.g_idx]
+        return weight if self.rotation is None else weight @ self.rotation.T
+
+
+def rotation_of(spec: QuantSpec, columns: int, device: torch.device) -> Tensor | None:
+    """The orthogonal matrix R [columns, columns], float64, that ``spec`` asks for, or None.
+
+    With x' = Rᵀx and W' = WR a layer's output Wx = W'x' is what it was, while outlying columns are spread over all
+    (QuIP#, Tseng et al. 2024, arXiv:2402.04396; QuaRot, Ashkboos et al. 2024, arXiv:2404.00456). R is a Hadamard
+    matrix over √n with random signs, the same for every layer of a width. A width that is no power of 2 is cut into
+    blocks of the largest that divides it.
+    """
+    return None if spec.rotation == "none" else _hadamard(columns).to(device)
+
+
+@functools.cache
+def _hadamard(columns: int) -> Tensor:
+    size = columns & -columns  # the largest power of 2 that divides it
+    signs = torch.randint(0, 2, (columns,), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
+    block = torch.from_numpy(scipy.linalg.hadamard(size)).double() / size**0.5
+    return signs[:, None] * torch.block_diag(*[block] * (columns // size))
 
 
 def fit_grid(weight: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
@@ -72,6 +95,8 @@ def round_to_nearest(weight: Tensor, spec: QuantSpec) -> QuantizedWeight:
     """
     weight = weight.detach().double()
     columns = weight.shape[1]
+    if (rotation := rotation_of(spec, columns, weight.device)) is not None:
+        weight = weight @ rotation
     width = columns if spec.group_size == -1 else spec.group_size
     codes, scales, zeros = [], [], []
     for group in weight.split(width, dim=1):
@@ -85,4 +110,5 @@ def round_to_nearest(weight: Tensor, spec: QuantSpec) -> QuantizedWeight:
         scales=torch.stack(scales, dim=1),
         zeros=torch.stack(zeros, dim=1),
         g_idx=torch.arange(columns, device=weight.device) // width,
+        rotation=rotation,
     )

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import UserError
+from . import backends
 from .gptq import Hessian, gptq, reconstruction_error
 from .grid import round_to_nearest
-from .spec import QuantSpec
+from .spec import OWN, QuantSpec
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ def quantize(
 
     Args:
         model: any decoder of transformers, float32 or bfloat16, on any device.
-        calibration: token ids [sequences, T], integers; round to nearest needs none.
+        calibration: token ids [sequences, T], integers; None where the method needs none (``spec.calibrated``).
         attention_mask: [sequences, T], 1 or True at tokens and 0 or False at padding (either side). Padding
-            neither counts in the Hessian nor changes what the tokens see.
+            neither counts in the Hessian nor changes what the tokens see. For our own methods.
         batch_size: sequences per forward pass; changes memory and speed only (and the last bits). Default: as
             many as hold 2,048 tokens on a CPU, where activations then stay in its cache, and 16,384 on a GPU.
 
@@ -94,24 +95,33 @@ def quantize(
         UserError: before anything is written, for a model without blocks of linear layers, weights that are
             not finite, calibration that is empty, out of vocabulary or too long; after some blocks have been
             written (take a ``snapshot`` first to be safe), for inputs that are not finite or a Hessian that
-            stays singular.
+            stays singular; for another tool's method, that its extra or environment is not installed.
     """
     start = time.perf_counter()
     prefix, blocks = decoder_blocks(model)
     _check_weights(block_linears(model))
+    if spec.method not in OWN:
+        ids, _ = check_calibration(model, calibration, None, None) if spec.calibrated else (None, None)
+        with eval_mode(model):
+            weights = backends.quantized_weights(model, list(block_linears(model)), ids, spec)
+        reports = [
+            write_layer(name, linear, weights[name], None, None)
+            for name, linear in block_linears(model).items()
+        ]
+        return Quantized(spec=spec, layers=tuple(reports), seconds=time.perf_counter() - start)
     if spec.method == "rtn":
         reports = [
-            _write(name, linear, round_to_nearest(linear.weight, spec).dequantize(), None, None)
+            write_layer(name, linear, round_to_nearest(linear.weight, spec).dequantize(), None, None)
             for name, linear in block_linears(model).items()
         ]
         return Quantized(spec=spec, layers=tuple(reports), seconds=time.perf_counter() - start)
 
-    ids, mask = _check_calibration(model, calibration, attention_mask, batch_size)
+    ids, mask = check_calibration(model, calibration, attention_mask, batch_size)
     reports = []
     if batch_size is None:
         tokens = 2048 if model.get_input_embeddings().weight.device.type == "cpu" else 16384
         batch_size = max(1, tokens // ids.shape[1])
-    with _eval_mode(model):
+    with eval_mode(model):
         hidden, batches = embed(model, blocks, ids, mask, batch_size)
         for index, block in enumerate(blocks):
             reports += quantize_block(
@@ -142,14 +152,14 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inside_another = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, nn.ModuleList) and not inside_another and any(_linears(module)):
+        if isinstance(module, nn.ModuleList) and not inside_another and any(linears_of(module)):
             found[name] = module
     if not found:
         raise UserError(
             f"{type(model).__name__}: no list of blocks with linear layers inside; "
             "give a decoder-only language model of transformers"
         )
-    size = {name: sum(w.weight.numel() for _, w in _linears(blocks)) for name, blocks in found.items()}
+    size = {name: sum(w.weight.numel() for _, w in linears_of(blocks)) for name, blocks in found.items()}
     name = max(size, key=size.__getitem__)
     return name, found[name]
 
@@ -157,7 +167,7 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """The linear layers inside the decoder blocks, by dotted name, in the model's order."""
     prefix, blocks = decoder_blocks(model)
-    return {f"{prefix}.{name}": linear for name, linear in _linears(blocks)}
+    return {f"{prefix}.{name}": linear for name, linear in linears_of(blocks)}
 
 
 @torch.no_grad()
@@ -211,7 +221,7 @@ def quantize_block(
             block's outputs.
         batches: as from ``embed``. index: the block's place in the model. name: its dotted name.
     """
-    linears = dict(_linears(block))
+    linears = dict(linears_of(block))
     reports: dict[str, LayerReport] = {}
     todo = [list(linears)]
     while todo:
@@ -227,7 +237,7 @@ def quantize_block(
             result, damping = gptq(stacked, H, spec, name=f"{name}.{names[0]}")
             parts = result.dequantize().split([linears[n].out_features for n in names])
             for n, weight in zip(names, parts, strict=True):
-                reports[n] = _write(f"{name}.{n}", linears[n], weight, H, damping)
+                reports[n] = write_layer(f"{name}.{n}", linears[n], weight, H, damping)
     if advance:
         for batch in batches:
             hidden[batch.rows] = _run(block, hidden, batch, index)
@@ -309,7 +319,7 @@ def _run(block: nn.Module, hidden: Tensor, batch: Batch, index: int) -> Tensor:
     return out if batch.keep is None else out.masked_fill(~batch.keep[..., None], 0)
 
 
-def _write(
+def write_layer(
     name: str, linear: nn.Linear, quantized: Tensor, hessian: Tensor | None, damping: float | None
 ) -> LayerReport:
     """Overwrite the layer's weight and say how far it moved."""
@@ -330,7 +340,8 @@ def _write(
     )
 
 
-def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def linears_of(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers inside a module, with their dotted names."""
     return ((name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear))
 
 
@@ -344,7 +355,7 @@ def _check_weights(linears: dict[str, nn.Linear]) -> None:
             raise UserError(f"{name}: weights are not finite; the checkpoint is broken, load another one")
 
 
-def _check_calibration(
+def check_calibration(
     model: nn.Module, ids: Tensor | None, mask: Tensor | None, batch_size: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """Ids as int64, and the mask as bool or None where it hides nothing."""
@@ -383,7 +394,7 @@ def _check_calibration(
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """No dropout; each module's own training flag comes back."""
     training = [(module, module.training) for module in model.modules()]
     model.eval()
