@@ -48,6 +48,14 @@ def finished_root(tmp_path_factory, shared_root) -> Path:
     return folder
 
 
+@pytest.fixture
+def own_root(finished_root, tmp_path, monkeypatch) -> Path:
+    """A root of the test's own with the toy study trained and measured."""
+    shutil.copytree(finished_root, tmp_path / "own")
+    monkeypatch.setenv("PTQ_DYNAMICS_ROOT", str(tmp_path / "own"))
+    return tmp_path / "own"
+
+
 @pytest.fixture(scope="session")
 def model():
     """A tiny GPTNeoX with weights large enough that its logits differ by token; read only."""

@@ -34,12 +34,12 @@ CURVATURE = {
     "slices": {"study": "peak_lr", "resolution": 3},
 }  # fmt: skip
 FINDINGS = ["token_budgets", "peak_lr", "schedules", "weight_decay", "cooldowns", "averaging", "wild", "curvature", "expansion", "prediction",
-            "monitor"]  # fmt: skip
+            "monitor", "quantizers", "options"]  # fmt: skip
 STAGES = {
     "corpus",
     *(f"{kind}@{study}" for kind in ("pretrain", "measure") for study in STUDIES),
     *(f"finding_{name}" for name in FINDINGS),
-    *("average", "publish", "wild@mini", "curvature", "monitor"),
+    *("average", "publish", "wild@mini", "curvature", "monitor", "quantizers", "options"),
     "claims",
 }
 
@@ -95,6 +95,20 @@ def params(root: Path, **changes: dict[str, object]) -> None:
         },
         "curvature": CURVATURE,
         "monitor": {"study": "token_budgets", "sequences": 4, "window": 1, "quantizers": QUANTIZERS},
+        "quantizers": {
+            "studies": ["token_budgets", "peak_lr"],
+            "quantizers": [
+                {"method": "rtn", "bits": 4, "group_size": 16},
+                {"method": "gptq", "bits": 4, "group_size": 16, "rotation": "hadamard"},
+                {"method": "nf4", "bits": 4, "group_size": 64},
+            ],
+        },
+        "options": {
+            "study": "token_budgets",
+            "base": {"bits": 3, "group_size": 16},
+            "quantizers": {"act order": {"bits": 3, "group_size": 16, "act_order": True}},
+            "calibrations": {"seed 1": {"sequences": 8, "length": 16, "seed": 1}},
+        },
         "verdicts": False,
     }
     with open(root / "params.yaml", "w") as f:
@@ -129,7 +143,7 @@ def pipeline(tmp_path_factory) -> Path:
 
 def test_everything_is_written(pipeline):
     told = json.loads((pipeline / "reports/claims.json").read_text())
-    assert [e["id"] for e in told] == [*(f"C{i}" for i in range(1, 15)), "P1", "P2", "P3"]
+    assert [e["id"] for e in told] == [*(f"C{i}" for i in range(1, 16)), "P1", "P2", "P3", "P4"]
     for finding in FINDINGS:
         for name in (f"figures/{finding}.png", f"figures/{finding}.pdf", f"tables/{finding}.csv"):
             assert (
@@ -175,11 +189,14 @@ def test_one_lr_more_runs_its_seeds_and_the_finding_and_one_less_trains_nothing(
     drawn = {
         p: (pipeline / p).read_bytes() for p in ("reports/figures/peak_lr.png", "reports/tables/peak_lr.csv")
     }
-    readers = ("peak_lr", "weight_decay", "curvature", "expansion", "prediction", "monitor")
+    readers = (
+        "peak_lr", "weight_decay", "curvature", "expansion", "prediction", "monitor", "quantizers",
+    )  # fmt: skip
     touched = {
         "pretrain@peak_lr",
         "measure@peak_lr",
         "curvature",
+        "quantizers",
         *(f"finding_{r}" for r in readers),
         "claims",
     }

@@ -18,6 +18,7 @@ from .curvature.along import CurvatureConfig
 from .evaluation.averages import AveragingConfig
 from .evaluation.measure import MeasureConfig
 from .evaluation.monitor import MonitorConfig
+from .evaluation.variants import OptionsConfig, QuantizersConfig
 from .training.loop import Machine
 from .training.study import Study
 
@@ -37,6 +38,8 @@ class Params:
     averaging: AveragingConfig | None = None
     curvature: CurvatureConfig | None = None
     monitor: MonitorConfig | None = None
+    quantizers: QuantizersConfig | None = None
+    options: OptionsConfig | None = None
     verdicts: bool = True  # False: too small to judge a claim, verdicts read "inconclusive"
 
 

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import logging
 import math
-import shutil
 
 import numpy as np
 import pandas as pd
@@ -292,14 +291,6 @@ def configs(**changes) -> tuple[MonitorConfig, Study, MeasureConfig]:
         toy.config(Study, toy.STUDY),
         toy.config(MeasureConfig, toy.MEASURE, precision="fp32"),
     )
-
-
-@pytest.fixture
-def own_root(finished_root, tmp_path, monkeypatch):
-    """The finished toy study, to write into."""
-    shutil.copytree(finished_root, tmp_path / "own")
-    monkeypatch.setenv("PTQ_DYNAMICS_ROOT", str(tmp_path / "own"))
-    return tmp_path / "own"
 
 
 def test_saved_checkpoints_are_read_as_they_would_have_been_in_training(own_root) -> None:

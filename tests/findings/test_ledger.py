@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 FIELDS = set(
     "id statement statistic rule value interval seeds verdict paper scale figure notebook stage command".split()
 )
-JUDGED = (*(f"C{i}" for i in range(1, 11)), "C12", "C13", "C14", "P1", "P2", "P3")
+JUDGED = (*(f"C{i}" for i in range(1, 11)), "C12", "C13", "C14", "C15", "P1", "P2", "P3", "P4")
 WITHOUT_OPEN_FAMILY = ("C11",)  # in the ledger without a value
 SYNTHETIC = JUDGED[:8]  # the others: test_averaging.py, test_wild.py, test_curvature.py, …
 TABLES = {  # of findings that are not called like the measurements that they judge
@@ -209,6 +209,47 @@ def c13(root: Path) -> Recomputed:
     return slopes(q, "rayleigh"), True, all(c > 0 for c in conditions), bool(np.isfinite(conditions).all())
 
 
+def turning(root: Path, method: str, rotation: str = "none") -> pd.DataFrame:
+    t = pd.read_csv(root / "reports" / "tables" / "measurements-quantizers.csv")
+    return t[(t.method == method) & (t.bits == 4) & (t.rotation == rotation)]
+
+
+def late_rises(t: pd.DataFrame) -> dict[int, float]:
+    """Mean of ln(error at the end / error at the branch point) over the late cooldowns, per seed."""
+    start = {(r.seed, r.tokens): r.relative_error for r in t[t.member == "trunk"].itertuples()}
+    half, found = t[t.member == "trunk"].run_tokens.max() / 2, {}
+    for r in t[t.member == "cooldown"].itertuples():
+        if r.branch_tokens >= half:
+            found.setdefault(r.seed, []).append(
+                float(ln(r.relative_error / start[(r.seed, r.branch_tokens)])[0])
+            )
+    return {s: sum(v) / len(v) for s, v in found.items()}
+
+
+def c15(root: Path) -> Recomputed:
+    def directions(t: pd.DataFrame) -> tuple[bool, bool]:
+        last = t[(t.study == "peak_lr") & (t.run_tokens == t[t.study == "peak_lr"].run_tokens.max())]
+        slopes = [line(np.log10(g.peak_lr), ln(g.relative_error)) for _, g in last.groupby("seed")]
+        return np.mean(list(late_rises(t).values())) > 0, np.mean(slopes) > 0
+
+    gptq, others = turning(root, "gptq"), [turning(root, "awq"), turning(root, "nf4")]
+    if any(t.empty for t in others):
+        return {}, False, True, False
+    values: dict[int, float] = {}
+    for t in others:
+        error = {(r.run, r.tokens): r.relative_error for r in t.itertuples()}
+        for seed, g in gptq.groupby("seed"):
+            pairs = [(r.relative_error, error[(r.run, r.tokens)]) for r in g.itertuples()]
+            rank = float(stats.spearmanr(*zip(*pairs, strict=True)).statistic)
+            values[seed] = min(rank, values.get(seed, 1.0))
+    return values, False, all(directions(t) == directions(gptq) for t in others), True
+
+
+def p4(root: Path) -> Recomputed:
+    values, without = late_rises(turning(root, "gptq", "hadamard")), late_rises(turning(root, "gptq"))
+    return values, True, math.exp(np.mean(list(without.values()))) >= 1.25, True
+
+
 def p1(root: Path) -> Recomputed:
     t = pd.read_csv(root / "reports" / "tables" / "expansion-token_budgets.csv")
     t = t[(t.method == "gptq") & (t.bits == 4)]
@@ -287,7 +328,8 @@ def p3(root: Path) -> Recomputed:
 
 
 RECOMPUTE: dict[str, Callable[[Path], Recomputed]] = {
-    f.__name__.upper(): f for f in (c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c12, c13, c14, p1, p2, p3)
+    f.__name__.upper(): f
+    for f in (c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c12, c13, c14, c15, p1, p2, p3, p4)
 }
 
 

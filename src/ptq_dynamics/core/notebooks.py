@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ def run(name: str, out: Path, parameters: Mapping[str, Any]) -> None:
         UserError: no such notebook, an unknown parameter, or the notebook stopped with a ``UserError``; the
             notebook as far as it came lies beside ``out`` with the ending ``.failed.ipynb``.
     """
+    # jsonschema would compile the grammar of internationalized URIs, a second for what no notebook has
+    sys.modules.setdefault("rfc3987_syntax", None)
     import papermill
     from papermill.exceptions import PapermillExecutionError
     from traitlets.config import Config

@@ -110,11 +110,12 @@ def row_key(
 
 
 def measure_checkpoint(
-    checkpoint: Checkpoint, config: MeasureConfig, corpus: Path, rows: Path, lenders: Sequence[Path] = ()
-) -> list[str]:
+    checkpoint: Checkpoint, config: MeasureConfig, corpus: Path, rows: Path, lenders: Sequence[Path] = (),
+    name: str = "",
+) -> list[str]:  # fmt: skip
     """Measure one checkpoint with every quantizer, computing what ``rows`` lacks; keys of all its rows.
 
-    The base model and its quantized versions share one load, one dtype, the same tokens and the same code path.
+    ``name`` is for the progress display. The base model and its quantized versions share one load, one dtype, the same tokens and the same code path.
     """
     evaluation = TokenSet.open(corpus, config.evaluation.set)
     calibration = TokenSet.open(corpus, config.calibration.set)
@@ -124,7 +125,7 @@ def measure_checkpoint(
     missing = [spec for spec, key in keys.items() if not _there(rows, key, lenders)]
     if missing:
         _measure_missing(missing, keys, checkpoint, config, evaluation, calibration, rows, streamed)
-    progress.report(checkpoint.weights_id, 1, resumed=not missing, final=True)
+    progress.report(name or checkpoint.weights_id, 1, resumed=not missing, final=True)
     return list(keys.values())
 
 
@@ -329,37 +330,58 @@ def measure(
     Returns:
         The table without per-sequence losses, full-precision rows (``method`` "none") included.
     """
+    found = measure_variants(title, trajectories, {"": config}, corpus, folder, workers, lenders)
+    return found.drop(columns="variant")
+
+
+def measure_variants(
+    title: str,
+    trajectories: Mapping[str, Sequence[Checkpoint]],
+    configs: Mapping[str, MeasureConfig],
+    corpus: Path,
+    folder: Path,
+    workers: int,
+    lenders: Sequence[Path] = (),
+) -> pd.DataFrame:
+    """``measure`` with several configurations side by side; their names are the column ``variant``."""
     points = [(run, c) for run, cs in trajectories.items() for c in cs]
     distinct = {c.weights_id: (run, c) for run, c in reversed(points)}  # runs may share their beginning
     rows = folder / "rows"
     sweep(rows)
     sweep(folder)
+
+    def name(variant: str, run: str, c: Checkpoint) -> str:
+        return "/".join([*([variant] if variant else []), run, c.name])
+
     with progress.watched():
-        progress.announce(f"measure {title}: {len(distinct)} checkpoints", len(distinct), "ckpt")
+        progress.announce(
+            f"measure {title}: {len(distinct)} checkpoints", len(distinct) * len(configs), "ckpt"
+        )
         keys = fanout.run(
             [
                 fanout.Task(
-                    key=f"{run}/{c.name}",
+                    key=name(variant, run, c),
                     function=measure_checkpoint,
-                    args=(c, config, corpus, rows, [f / "rows" for f in lenders]),
-                    log=folder / f"{run}-{c.name}.error.txt",
+                    args=(c, config, corpus, rows, [f / "rows" for f in lenders], name(variant, run, c)),
+                    log=folder / f"{name(variant, run, c).replace('/', '-')}.error.txt",
                     memory_gib=1.5,
                 )
                 for run, c in distinct.values()
+                for variant, config in configs.items()
             ],
             workers,
         )
     records = []
-    for run, c in points:
-        first, same = distinct[c.weights_id]
-        for key in keys[f"{first}/{same.name}"]:
-            row = read_row(rows / f"{key}.parquet")
-            if row is None:
-                raise UserError(
-                    f"{rows / key}.parquet: a row vanished while measuring; run the same command again"
-                )
-            # equal weights share a row, wherever they lie
-            records.append({"run": run, "key": key} | row | _place(c))
+    for variant in configs:
+        for run, c in points:
+            for key in keys[name(variant, *distinct[c.weights_id])]:
+                row = read_row(rows / f"{key}.parquet")
+                if row is None:
+                    raise UserError(
+                        f"{rows / key}.parquet: a row vanished while measuring; run the same command again"
+                    )
+                # equal weights share a row, wherever they lie
+                records.append({"variant": variant, "run": run, "key": key} | row | _place(c))
     table = pd.DataFrame(records)
     with atomic_file(folder / "table.parquet") as tmp:
         table.to_parquet(tmp, index=False)
