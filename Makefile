@@ -8,10 +8,11 @@ export DVC_NO_ANALYTICS := 1
 READY := .venv/.ready
 SOURCES := src tests benchmarks
 
-.PHONY: help reproduce test lint bench lock clean
+.PHONY: help reproduce extras test lint bench lock clean
 
 help:
 	@echo "make reproduce  from nothing to every figure: the environment, then dvc repro (what is there stays)"
+	@echo "make extras     other quantizers into .venv (AWQ, NF4): make reproduce then measures them too"
 	@echo "make test       the tests"
 	@echo "make lint       style and the import rule"
 	@echo "make bench      ours against peers, into benchmarks/results.json (wants a quiet machine)"
@@ -21,6 +22,9 @@ help:
 reproduce: $(READY)
 	.venv/bin/ptq-dynamics check
 	.venv/bin/dvc repro
+
+extras: $(READY)
+	@.venv/bin/pip install -qq -c requirements.lock -e '.[gptqmodel,bnb,torchao]'
 
 test: $(READY)
 	.venv/bin/python -m pytest

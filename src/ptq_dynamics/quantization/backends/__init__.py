@@ -19,8 +19,8 @@ from ..spec import OWN, QuantSpec
 
 #: Module that serves each method.
 MODULES = {
-    "gptqmodel": "gptqmodel",
-    "awq": "gptqmodel",
+    "gptqmodel": "subprocesses",
+    "awq": "subprocesses",
     "nf4": "bnb",
     "fp4": "bnb",
     "int8": "bnb",
