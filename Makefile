@@ -8,11 +8,12 @@ export DVC_NO_ANALYTICS := 1
 READY := .venv/.ready
 SOURCES := src tests benchmarks
 
-.PHONY: help reproduce extras test lint bench lock clean
+.PHONY: help reproduce extras environments test lint bench lock clean
 
 help:
 	@echo "make reproduce  from nothing to every figure: the environment, then dvc repro (what is there stays)"
 	@echo "make extras     other quantizers into .venv (AWQ, NF4): make reproduce then measures them too"
+	@echo "make environments  auto-gptq and llmcompressor, which cannot live beside us, each into environments/<tool>/.venv"
 	@echo "make test       the tests"
 	@echo "make lint       style and the import rule"
 	@echo "make bench      ours against peers, into benchmarks/results.json (wants a quiet machine)"
@@ -25,6 +26,16 @@ reproduce: $(READY)
 
 extras: $(READY)
 	@.venv/bin/pip install -qq -c requirements.lock -e '.[gptqmodel,bnb,torchao]'
+
+environments: environments/auto-gptq/.venv/.ready environments/llmcompressor/.venv/.ready
+
+# auto-gptq is built from source and imports torch meanwhile; its CUDA kernels are not wanted
+environments/%/.venv/.ready: environments/%/requirements.txt
+	@rm -rf $(@D)
+	@$(find_python); echo "building $(@D) with $$("$$python" --version)"; "$$python" -m venv $(@D)
+	@$(@D)/bin/pip install -qq wheel 'setuptools<80' $$(grep -E '^(torch|numpy)==' $<)
+	@BUILD_CUDA_EXT=0 $(@D)/bin/pip install -qq --no-build-isolation -r $<
+	@touch $@
 
 test: $(READY)
 	.venv/bin/python -m pytest

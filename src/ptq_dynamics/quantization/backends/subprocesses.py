@@ -94,7 +94,10 @@ def run(
     with tempfile.TemporaryDirectory(prefix="ptq-tool-") as tmp:
         folder = Path(tmp)
         model.save_pretrained(folder / "source")
-        save_file({"ids": calibration.cpu().contiguous()}, folder / "calibration.safetensors")
+        ids = calibration.cpu().contiguous()
+        with torch.inference_mode():  # for the driver to see that its tool reads the same function
+            logits = model(calibration[:1]).logits.float().cpu().contiguous()
+        save_file({"ids": ids, "logits": logits}, folder / "calibration.safetensors")
         write_json(folder / "request.json", {"spec": asdict(spec), "names": list(names), "repeat": repeat})
         with open(folder / "log.txt", "w", encoding="utf-8") as log:
             code = subprocess.run(

@@ -27,6 +27,7 @@ transformers.PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>", p
 
 from gptqmodel import BACKEND, GPTQModel, QuantizeConfig  # noqa: E402
 from gptqmodel.looper import awq_processor  # noqa: E402
+from gptqmodel.models.base import BaseQModel  # noqa: E402
 
 awq = spec["method"] == "awq"
 common = dict(
@@ -55,15 +56,28 @@ def recorded(module, scales_list, input_feat_dict=None):
 
 
 awq_processor.apply_scale = recorded
+nodes_of = BaseQModel.awq_get_modules_for_scaling
+
+
+def without_gelu(self, module, input_feat, module_kwargs):
+    """gptqmodel 7.6 also scales GPTNeoX's second MLP layer through the GELU before it, which makes it another function."""
+    nodes = nodes_of(self, module, input_feat, module_kwargs)
+    neox = self.model.config.model_type == "gpt_neox"
+    return [n for n in nodes if not (neox and isinstance(n["prev_op"], torch.nn.Linear))]
+
+
+BaseQModel.awq_get_modules_for_scaling = without_gelu
 # its packed format knows float16 and bfloat16 alone; the weights are rounded by then
 awq_processor.AWQProcessor.pack_module = lambda self, module: None
 
 ids = load_file(folder / "calibration.safetensors")["ids"]
 rows = [{"input_ids": r.tolist(), "attention_mask": [1] * len(r)} for r in ids]
+# AWQ's search for scales restores the weights from a float32 copy, which on a CPU is no copy if they are float32 already
+dtype = torch.float64 if awq else torch.float32
 seconds = []
 for _ in range(request["repeat"]):
     scaled.clear()
-    model = GPTQModel.load(str(folder / "source"), QuantizeConfig(**config), dtype=torch.float32)
+    model = GPTQModel.load(str(folder / "source"), QuantizeConfig(**config), dtype=dtype)
     start = time.perf_counter()
     model.quantize(rows, batch_size=16, backend=BACKEND.AWQ_TORCH if awq else BACKEND.AUTO)
     seconds.append(time.perf_counter() - start)
@@ -78,13 +92,8 @@ if awq:
             root = names_of[id(block)]
             for layer in layers:
                 weights[f"{root}.{layer}"] /= scales
-            if (first := f"{root}.{before}") in weights:
+            if (first := f"{root}.{before}") in weights:  # the last rows were divided
                 weights[first][-len(scales) :] *= scales[:, None]
-                # gptqmodel 7.6 also scales across GPTNeoX's GELU, which is not the same function; its model without that
-                modules[first].weight[-len(scales) :] *= scales[:, None]
-                modules[first].bias[-len(scales) :] *= scales
-                for layer in layers:
-                    modules[f"{root}.{layer}"].weight /= scales
         ours = transformers.AutoModelForCausalLM.from_pretrained(
             folder / "source", dtype=torch.float32
         ).eval()
