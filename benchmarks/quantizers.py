@@ -44,7 +44,9 @@ def race(method: str, model: transformers.PreTrainedModel, ids: torch.Tensor, bl
     def peer() -> float:
         nonlocal versions
         names = list(block_linears(model))
-        weights, told = subprocesses.run(model, names, ids, dataclasses.replace(spec, method=method), repeat=2)
+        weights, told = subprocesses.run(
+            model, names, ids, dataclasses.replace(spec, method=method), repeat=2
+        )
         versions = ", ".join(f"{k} {v.split('+')[0]}" for k, v in told["versions"].items())
         restore(model, dict(weights))
         start = time.perf_counter()
@@ -72,7 +74,10 @@ def main() -> None:
     vocab_size, c = params.corpus.vocab_size, params.measure.calibration
     rng = np.random.default_rng(0)
     ids = torch.from_numpy(rng.integers(vocab_size, size=(c.sequences, c.length)))
-    for config, tokens in ((params.studies["token_budgets"].model, params.measure.evaluation.tokens), (WIDE, 16384)):
+    for config, tokens in (
+        (params.studies["token_budgets"].model, params.measure.evaluation.tokens),
+        (WIDE, 16384),
+    ):
         blocks = rng.integers(vocab_size, size=(tokens // c.length, c.length + 1))
         model = neox.build(config, vocab_size, seed=0).eval().requires_grad_(False)
         for method in PEERS:
@@ -87,7 +92,9 @@ def main() -> None:
                 f"GPTQ at 4 bit and evaluation on {tokens:,} tokens, against {method}, seconds, "
                 f"width {config.width}, {config.layers} layers"
             )
-            print(f"{name}: {ours:.2f} against {peer:.2f}, ratio {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+            print(
+                f"{name}: {ours:.2f} against {peer:.2f}, ratio {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
             common.record(name, ours, peer, ratio, f"{versions}; GPTNeoX forward in float32")
 
 

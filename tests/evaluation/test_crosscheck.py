@@ -8,13 +8,12 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-import toy
 import torch
+import toy
 
 from ptq_dynamics.core import paths
 from ptq_dynamics.core.config import load
 from ptq_dynamics.core.errors import UserError
-from ptq_dynamics.evaluation import crosscheck
 from ptq_dynamics.evaluation.averages import AveragingConfig
 from ptq_dynamics.evaluation.crosscheck import CrosscheckConfig, compare_weights, measure_crosscheck, points
 from ptq_dynamics.evaluation.measure import MeasureConfig
@@ -29,7 +28,7 @@ MEASURE = load(MeasureConfig, toy.MEASURE, "params.yaml: measure")
 AVERAGING = load(
     AveragingConfig, {"study": "toy", "soups_study": "toy", "window": 2}, "params.yaml: averaging"
 )
-WIDE = {"bits": 4, "group_size": 8}
+WIDE = {"bits": 4, "group_size": 8, "block_size": 8}
 CONFIG = load(
     CrosscheckConfig,
     {
@@ -85,6 +84,7 @@ def test_the_tables(study, standins):
     table, weights = measure_crosscheck(CONFIG, AVERAGING, study, MEASURE, 1)
     assert list(dict.fromkeys(table["method"])) == ["gptq", "gptqmodel", "auto-gptq", "rtn"]
     assert len(table) == 3 * 2 * 4 and set(table["checkpoint"]) == {"constant LR", "decayed", "LAWA"}
+    assert {(r.bits, r.block_size) for r in table.itertuples()} == {(4, 8), (3, 128)}
     of = {k: g.set_index("method") for k, g in table.groupby(["checkpoint", "bits"])}
     for rows in of.values():
         assert rows.loc["gptq", "difference"] == 0
@@ -92,7 +92,9 @@ def test_the_tables(study, standins):
         for method in ("gptqmodel", "auto-gptq", "rtn"):  # the stand-ins round to nearest too
             assert rows.loc[method, "difference"] == pytest.approx(gap, rel=1e-6)
         assert rows.loc["rtn", "difference_low"] <= gap <= rows.loc["rtn", "difference_high"]
-        assert rows.loc["gptqmodel", "seconds"] == 0.25 and rows.loc["gptqmodel", "versions"] == "gptqmodel 1.0"
+        assert (
+            rows.loc["gptqmodel", "seconds"] == 0.25 and rows.loc["gptqmodel", "versions"] == "gptqmodel 1.0"
+        )
         assert np.isnan(rows.loc["rtn", "seconds"]) and rows.loc["gptq", "seconds"] > 0
     by = weights.set_index(["switch", "method", "bits"])
     assert by.loc[("true sequential", "auto-gptq", 4), "refused"] == "no such option"
@@ -105,7 +107,7 @@ def test_the_tables(study, standins):
 
     done = len(standins)
     again, _ = measure_crosscheck(CONFIG, AVERAGING, study, MEASURE, 1)
-    assert len(standins) == done  # all kept
+    assert standins[done:] == [("gptqmodel", 2), ("auto-gptq", 2)]  # only what was refused is asked again
     pd.testing.assert_frame_equal(again, table)
 
 

@@ -61,7 +61,9 @@ def points(config: CrosscheckConfig, averaging: AveragingConfig, study: Study) -
     def runs(member: str) -> list[Any]:
         found = read_runs(averaging.study, study, member)
         if not (mine := [t for t in found if t.run.config.seed == config.seed]):
-            raise UserError(f"params.yaml: crosscheck.seed: study '{averaging.study}' has no seed {config.seed}")
+            raise UserError(
+                f"params.yaml: crosscheck.seed: study '{averaging.study}' has no seed {config.seed}"
+            )
         return mine
 
     (trunk,) = runs(averaging.trunk)
@@ -106,18 +108,21 @@ def tabulate(measured: pd.DataFrame, weights: pd.DataFrame) -> pd.DataFrame:
 
     Args:
         measured: as ``measure`` leaves it, with per-sequence losses.
-        weights: seconds and versions by ``method`` and ``bits``, of the rows with the switch ``BASE``.
+        weights: seconds and versions by ``method``, ``bits`` and ``block_size``, of the rows with the switch ``BASE``.
     """
     rows = []
     for name, points in measured.groupby("run", sort=False):
         base = points.loc[points["method"] == "none", "losses"].iloc[0]
-        for bits, same in points[points["method"] != "none"].groupby("bits", sort=False):
+        quantized = points[points["method"] != "none"]
+        for (bits, block), same in quantized.groupby(["bits", "block_size"], sort=False):
             ours = same.loc[same["method"] == OURS, "losses"].iloc[0]
             for row in same.to_dict("records"):
-                keep = ("tokens", "method", "bits", "group_size", "ce_fp", "ce",
+                keep = ("tokens", "method", "bits", "group_size", "block_size", "ce_fp", "ce",
                         "relative_error", "relative_error_low", "relative_error_high")  # fmt: skip
                 e = paired_bootstrap(base, row["losses"] - ours, lambda d, b: d / b)
-                found = weights[(weights["switch"] == BASE) & (weights["bits"] == bits)]
+                found = weights[
+                    weights["switch"].eq(BASE) & weights["bits"].eq(bits) & weights["block_size"].eq(block)
+                ]
                 found = found[found["method"] == row["method"]].to_dict("records")
                 rows.append(
                     {"checkpoint": name}
@@ -145,11 +150,15 @@ def _probe_all(
         for method in (OURS, *tools):
             spec = dataclasses.replace(ours, method=method)
             path = paths.measurements(NAME) / "weights" / f"{row_key(checkpoint, spec, measuring, text)}.json"
-            if not path.is_file():
+            if path.is_file():
+                found = read_json(path, hint="delete it and run the same command again")
+            else:
                 model = model or checkpoints.load_model(checkpoint)
-                write_json(path, _probe(model, ids, spec, ours))
-            kept = read_json(path, hint="delete it and run the same command again")
-            rows.append({"method": method, "bits": spec.bits, "switch": switch} | kept)
+                found = _probe(model, ids, spec, ours)
+                if found["refused"] is None:  # else it may have been an accident: asked again next time
+                    write_json(path, found)
+            place = {"method": method, "bits": spec.bits, "block_size": spec.block_size, "switch": switch}
+            rows.append(place | found)
     return pd.DataFrame(rows)
 
 
