@@ -8,12 +8,13 @@ export DVC_NO_ANALYTICS := 1
 READY := .venv/.ready
 SOURCES := src tests benchmarks
 
-.PHONY: help reproduce extras environments test lint bench lock clean
+.PHONY: help reproduce extras environments crosscheck test lint bench lock clean
 
 help:
 	@echo "make reproduce  from nothing to every figure: the environment, then dvc repro (what is there stays)"
 	@echo "make extras     other quantizers into .venv (AWQ, NF4): make reproduce then measures them too"
 	@echo "make environments  auto-gptq and llmcompressor, which cannot live beside us, each into environments/<tool>/.venv"
+	@echo "make crosscheck  our GPTQ against gptqmodel's, auto-gptq's and llmcompressor's; red ends it with one line"
 	@echo "make test       the tests"
 	@echo "make lint       style and the import rule"
 	@echo "make bench      ours against peers, into benchmarks/results.json (wants a quiet machine)"
@@ -24,8 +25,11 @@ reproduce: $(READY)
 	.venv/bin/ptq-dynamics check
 	.venv/bin/dvc repro
 
-extras: $(READY)
+extras: .venv/.extras
+
+.venv/.extras: $(READY)
 	@.venv/bin/pip install -qq -c requirements.lock -e '.[gptqmodel,bnb,torchao]'
+	@touch $@
 
 environments: environments/auto-gptq/.venv/.ready environments/llmcompressor/.venv/.ready
 
@@ -36,6 +40,10 @@ environments/%/.venv/.ready: environments/%/requirements.txt
 	@$(@D)/bin/pip install -qq wheel 'setuptools<80' $$(grep -E '^(torch|numpy)==' $<)
 	@BUILD_CUDA_EXT=0 $(@D)/bin/pip install -qq --no-build-isolation -r $<
 	@touch $@
+
+# a pipeline of its own; it runs what of the main one it stands on
+crosscheck: extras environments
+	.venv/bin/dvc repro crosscheck/dvc.yaml
 
 test: $(READY)
 	.venv/bin/python -m pytest
@@ -51,6 +59,7 @@ bench: $(READY)
 	.venv/bin/python benchmarks/fanout.py
 	.venv/bin/python benchmarks/curvature.py
 	.venv/bin/python benchmarks/monitor.py
+	.venv/bin/python benchmarks/quantizers.py
 
 # Sets $$python to the first interpreter that pyproject.toml's requires-python admits.
 define find_python

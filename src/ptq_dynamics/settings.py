@@ -16,6 +16,7 @@ from .core.files import write_text
 from .corpus.build import CorpusConfig
 from .curvature.along import CurvatureConfig
 from .evaluation.averages import AveragingConfig
+from .evaluation.crosscheck import CrosscheckConfig
 from .evaluation.measure import MeasureConfig
 from .evaluation.monitor import MonitorConfig
 from .evaluation.variants import OptionsConfig, QuantizersConfig
@@ -40,6 +41,7 @@ class Params:
     monitor: MonitorConfig | None = None
     quantizers: QuantizersConfig | None = None
     options: OptionsConfig | None = None
+    crosscheck: CrosscheckConfig | None = None
     verdicts: bool = True  # False: too small to judge a claim, verdicts read "inconclusive"
 
 

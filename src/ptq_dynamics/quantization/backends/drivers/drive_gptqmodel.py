@@ -28,6 +28,7 @@ transformers.PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>", p
 from gptqmodel import BACKEND, GPTQModel, QuantizeConfig  # noqa: E402
 from gptqmodel.looper import awq_processor  # noqa: E402
 from gptqmodel.models.base import BaseQModel  # noqa: E402
+from gptqmodel.quantization.gptq import GPTQ  # noqa: E402
 
 awq = spec["method"] == "awq"
 common = dict(
@@ -70,6 +71,10 @@ BaseQModel.awq_get_modules_for_scaling = without_gelu
 # its packed format knows float16 and bfloat16 alone; the weights are rounded by then
 awq_processor.AWQProcessor.pack_module = lambda self, module: None
 
+by_blocks = GPTQ.quantize
+# columns per block: no option of the tool, yet it decides which weights a group's grid is fitted to
+GPTQ.quantize = lambda self, blocksize=128: by_blocks(self, blocksize=spec["block_size"])
+
 ids = load_file(folder / "calibration.safetensors")["ids"]
 rows = [{"input_ids": r.tolist(), "attention_mask": [1] * len(r)} for r in ids]
 # AWQ's search for scales restores the weights from a float32 copy, which on a CPU is no copy if they are float32 already
@@ -105,8 +110,13 @@ if awq:
         raise SystemExit("the weights without scales are another function than the tool's own model")
 else:
     model.save(str(folder / "quantized"))
-    found = GPTQModel.load(str(folder / "quantized"), device="cpu", backend=BACKEND.GPTQ_TORCH).model
+    # the packed format keeps scales in float16; read as the default bfloat16 they would lose three more bits
+    found = GPTQModel.load(
+        str(folder / "quantized"), device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float16
+    ).model
     modules = dict(found.named_modules())
+    for name in names:
+        modules[name].scales = modules[name].scales.float()
     weights = {n: modules[n].dequantize_weight().detach().float().T.contiguous() for n in names}
 save_file({n: w.contiguous() for n, w in weights.items()}, folder / "weights.safetensors")
 
