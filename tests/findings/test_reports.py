@@ -58,3 +58,21 @@ def test_a_figure_is_the_same_bytes_every_time(rules_root) -> None:
             (png.read_bytes(), png.with_suffix(".pdf").read_bytes(), png.with_suffix(".txt").read_text())
         )
     assert found[0] == found[1] and found[0][2] == "caption\n"
+
+
+@pytest.mark.parametrize("low", [0.002, 0.95])
+@pytest.mark.parametrize("ratio", [1.1, 1.5, 2, 3.9, 4.1, 30, 1000])
+def test_a_logarithmic_axis_of_any_span_has_labels_that_do_not_overlap(low, ratio) -> None:
+    style.use()
+    figure, ax = plt.subplots(figsize=(style.WIDTH / 2, 2.5))
+    ax.plot([low, low * ratio], [1, 2])
+    ax.set_xscale("log")
+    style.plain_log(ax.xaxis)
+    figure.canvas.draw()
+    left, right = ax.get_xlim()
+    shown = [t.label1 for t in ax.xaxis.get_major_ticks() if left <= t.get_loc() <= right]
+    boxes = sorted((label.get_window_extent() for label in shown), key=lambda b: b.x0)
+    assert len(boxes) >= 2 and all(label.get_text() for label in shown)
+    assert all(a.x1 < b.x0 for a, b in zip(boxes, boxes[1:], strict=False))
+    assert not any(label.get_text() for label in ax.get_xticklabels(minor=True))
+    plt.close(figure)

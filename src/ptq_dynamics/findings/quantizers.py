@@ -146,6 +146,7 @@ def figure(table: pd.DataFrame) -> Figure:
     axes[0, 0].set_xlabel("tokens (millions)")
     axes[0, 0].set_ylabel("4-bit relative error (%)")
     axes[0, 1].set_xscale("log")
+    style.plain_log(axes[0, 1].xaxis)
     axes[0, 1].set_xlabel("peak learning rate")
     _points(axes[1, 0], table, rise, colours)
     axes[1, 0].axhline(1.0, color=style.RATE, linewidth=0.8, zorder=0)
@@ -212,7 +213,6 @@ def _agreement(ax: Axes, table: pd.DataFrame, colours: dict[str, Any]) -> None:
         style.interval(ax, x, e, color=colours[q], fillstyle="full" if b == PRIMARY else "none")
     ax.axhline(0.7, color=style.RATE, linewidth=0.8, linestyle="--", zorder=0)
     ax.set_xticks(range(len(names)), [n.replace(", ", ",\n") for n in names])
-    ax.set_ylim(top=1.05)
     ax.set_ylabel("rank correlation\nwith GPTQ's errors")
 
 

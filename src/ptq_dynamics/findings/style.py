@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from ..core import paths
 from ..core.files import atomic_file, write_text
@@ -161,8 +161,10 @@ def loss_plane(ax: Axes, rows: pd.DataFrame, by: str, colours: Mapping[float, An
 
 
 def plain_log(axis: Axis) -> None:
-    """A logarithmic axis with ticks at 1, 2 and 5 in plain numbers."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    """A logarithmic axis with ticks in plain numbers: at 1, 2 and 5, or evenly where what is drawn spans too little for
+    these. Call it after drawing."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]) if 0 < low and high < 4 * low else LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
