@@ -164,7 +164,9 @@ def plain_log(axis: Axis) -> None:
     """A logarithmic axis with ticks in plain numbers: at 1, 2 and 5, or evenly where what is drawn spans too little for
     these. Call it after drawing."""
     low, high = axis.get_view_interval()
-    axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]) if 0 < low and high < 4 * low else LogLocator(subs=(1, 2, 5)))
+    axis.set_major_locator(
+        MaxNLocator(5, steps=[1, 2, 5, 10]) if 0 < low and high < 4 * low else LogLocator(subs=(1, 2, 5))
+    )
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
