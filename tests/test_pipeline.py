@@ -34,12 +34,12 @@ CURVATURE = {
     "slices": {"study": "peak_lr", "resolution": 3},
 }  # fmt: skip
 FINDINGS = ["token_budgets", "peak_lr", "schedules", "weight_decay", "cooldowns", "averaging", "wild", "curvature", "expansion", "prediction",
-            "monitor", "quantizers", "options"]  # fmt: skip
+            "monitor", "quantizers", "options", "downstream"]  # fmt: skip
 STAGES = {
     "corpus",
     *(f"{kind}@{study}" for kind in ("pretrain", "measure") for study in STUDIES),
     *(f"finding_{name}" for name in FINDINGS),
-    *("average", "publish", "wild@mini", "curvature", "monitor", "quantizers", "options"),
+    *("average", "publish", "wild@mini", "curvature", "monitor", "quantizers", "options", "downstream"),
     "claims",
 }
 
@@ -108,6 +108,11 @@ def params(root: Path, **changes: dict[str, object]) -> None:
             "base": {"bits": 3, "group_size": 16},
             "quantizers": {"act order": {"bits": 3, "group_size": 16, "act_order": True}},
             "calibrations": {"seed 1": {"sequences": 8, "length": 16, "seed": 1}},
+        },
+        "downstream": {
+            "study": "token_budgets",
+            "quantizers": QUANTIZERS,
+            "cloze": {"items": 10, "context": 8, "continuation": 4},
         },
         "verdicts": False,
     }

@@ -17,6 +17,7 @@ from .corpus.build import CorpusConfig
 from .curvature.along import CurvatureConfig
 from .evaluation.averages import AveragingConfig
 from .evaluation.crosscheck import CrosscheckConfig
+from .evaluation.downstream import DownstreamConfig
 from .evaluation.measure import MeasureConfig
 from .evaluation.monitor import MonitorConfig
 from .evaluation.variants import OptionsConfig, QuantizersConfig
@@ -41,6 +42,7 @@ class Params:
     monitor: MonitorConfig | None = None
     quantizers: QuantizersConfig | None = None
     options: OptionsConfig | None = None
+    downstream: DownstreamConfig | None = None
     crosscheck: CrosscheckConfig | None = None
     verdicts: bool = True  # False: too small to judge a claim, verdicts read "inconclusive"
 
