@@ -70,7 +70,7 @@ def changed(path: str, value: object) -> str:
         ("measure.quantizers.0.group_size", 0,
          "key 'measure.quantizers.0.group_size': must be -1 (one group per row) or at least 1, got 0"),
         ("measure.quantizers.0.method", "gtpq", "key 'measure.quantizers.0.method': Input should be 'rtn', 'gptq', 'gptqmodel', "),
-        ("measure.precision", "fp16", "key 'measure.precision': Input should be 'bf16' or 'fp32', got 'fp16'"),
+        ("measure.precision", "fp16", "key 'measure.precision': Input should be 'auto', 'bf16' or 'fp32', got 'fp16'"),
         ("studies.toy.members.trunk.shape", "triangle",
          "key 'studies.toy.members.trunk.shape': Input should be 'constant', 'wsd', 'cosine' or 'linear', got 'triangle'"),
         ("studies.toy.members.trunk.cooldown", "sqrt",

@@ -216,7 +216,7 @@ def text(section, **changes):
         {"spec": dataclasses.replace(SPEC, act_order=True)},
         {"spec": dataclasses.replace(SPEC, true_sequential=True)},
         {"spec": dataclasses.replace(SPEC, precision="float64")},
-        {"precision": "fp32"},
+        {"precision": "fp32" if config().compute_dtype == "bf16" else "bf16"},
         {"texts": {"evaluation": "other"}},
         {"texts": {"calibration": "other"}},
         text("evaluation", tokens=1024),
@@ -245,6 +245,9 @@ def test_versions_and_code_are_in_the_key(monkeypatch):
 
 def test_what_does_not_decide_a_row_is_not(monkeypatch):
     assert key(compile=True, device="auto") == key()
+    assert key(precision="auto") == key(
+        precision=config().compute_dtype
+    )  # what is used, not how it was asked for
     assert key(quantizers=[{"bits": 8}]) == key()  # each row has its own
     assert key(spec=None, texts={"calibration": "other"}, **text("calibration", seed=1)) == key(spec=None)
     rtn = dataclasses.replace(SPEC, method="rtn")

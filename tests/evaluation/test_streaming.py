@@ -362,7 +362,9 @@ class _EnoughSeen(Exception):
 
 
 def _by_stream(folder: Path, ids: torch.Tensor, blocks: np.ndarray) -> None:
-    stream_measure(folder, [QuantSpec(bits=4, group_size=64)], calibration=ids, evaluation=blocks)
+    stream_measure(
+        folder, [QuantSpec(bits=4, group_size=64)], calibration=ids, evaluation=blocks, precision="bf16"
+    )
 
 
 def _in_memory(folder: Path, ids: torch.Tensor, blocks: np.ndarray) -> None:

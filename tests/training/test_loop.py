@@ -10,6 +10,7 @@ import toy
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ptq_dynamics.core import devices
 from ptq_dynamics.core.errors import UserError
 from ptq_dynamics.core.files import read_json
 from ptq_dynamics.corpus.tokens import TokenSet
@@ -58,9 +59,19 @@ def test_what_a_run_leaves(done, corpus):
     record = read_json(done / "run.json", hint="")
     assert record["tokens"] == 12 * 64 and record["corpus"] == TokenSet.open(corpus, "train").id
     assert record["parameters"] == sum(p.numel() for p in neox.build(toy.model_config(), 300, 0).parameters())
+    assert record["precision"] == "fp32"
     assert {"torch", "transformers", "python"} <= record["versions"].keys() and record["hardware"][
         "cores"
     ] >= 1
+
+
+def test_automatic_precision_is_one_run_and_says_what_it_used(corpus, tmp_path):
+    config = run_config(precision="auto")
+    used = devices.precision("auto", "cpu")
+    train(config, tmp_path / "auto", corpus, machine())
+    train(run_config(precision=used), tmp_path / used, corpus, machine())
+    assert read_json(tmp_path / "auto" / "run.json", hint="")["precision"] == used
+    assert weights(tmp_path / "auto" / "step-0000012") == weights(tmp_path / used / "step-0000012")
 
 
 def test_checkpoints_say_where_they_lie_and_load_anywhere(done):

@@ -249,12 +249,14 @@ def _harness(
 def _ask(lm: Any, wanted: Sequence[Wanted]) -> Iterator[tuple[Wanted, dict[str, Any]]]:
     """Which items the model has right, by task; a group of tasks counts as one."""
     import lm_eval
+    from lm_eval.tasks import TaskManager
 
     with _quiet():
-        leaves = {w: _leaves(w.name, w.n_shot, paths.measurements(NAME) / "tasks") for w in wanted}
+        leaves = {w: _leaves(w, paths.measurements(NAME) / "tasks") for w in wanted}
         found = lm_eval.simple_evaluate(
-            model=lm, tasks=[t for ts in leaves.values() for t in ts.values()], bootstrap_iters=0
-        )
+            model=lm, tasks=[t for ts in leaves.values() for t in ts.values()], bootstrap_iters=0,
+            task_manager=TaskManager(include_defaults=False),  # not its own index, since the tasks are there
+        )  # fmt: skip
     for w, names in leaves.items():
         samples = [s for n in names for s in found["samples"][n]]
         yield (
@@ -267,12 +269,21 @@ def _ask(lm: Any, wanted: Sequence[Wanted]) -> Iterator[tuple[Wanted, dict[str, 
 
 
 @functools.cache
-def _leaves(name: str, n_shot: int, local: Path) -> dict[str, Any]:
+def _shipped() -> Any:
+    """lm-eval's index of its own tasks, which takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+@functools.cache
+def _leaves(task: Wanted, local: Path) -> dict[str, Any]:
     """lm-eval's task objects, loaded once per process."""
     from lm_eval.tasks import TaskManager
 
+    name = task.name
     here = (local / f"{name}.yaml").is_file()
-    manager = TaskManager(include_path=str(local) if here else None, include_defaults=not here)
+    manager = TaskManager(include_path=str(local), include_defaults=False) if here else _shipped()
     if name not in manager.all_tasks:
         raise UserError(f"params.yaml: downstream.hub: lm-eval has no task '{name}'")
     try:
@@ -282,8 +293,8 @@ def _leaves(name: str, n_shot: int, local: Path) -> dict[str, Any]:
         raise UserError(
             f"downstream task '{name}': cannot be loaded ({type(e).__name__}: {first}); check the connection"
         ) from None
-    for task in loaded.values():
-        task.set_config(key="num_fewshot", value=n_shot)
+    for leaf in loaded.values():
+        leaf.set_config(key="num_fewshot", value=task.n_shot)
     return loaded
 
 

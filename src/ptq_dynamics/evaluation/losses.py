@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
 
+from ..core import devices
+from ..core.devices import Precision
 from ..core.errors import UserError
 from ..models import neox
-
-Precision = Literal["bf16", "fp32"]
 
 
 @torch.no_grad()
@@ -22,7 +21,7 @@ def sequence_losses(
     model: transformers.PreTrainedModel,
     blocks: np.ndarray,
     *,
-    precision: Precision,
+    precision: Precision = "auto",
     batch: int = 16,
     compiled: bool = False,
 ) -> np.ndarray:
@@ -33,7 +32,7 @@ def sequence_losses(
 
     Args:
         blocks: token ids ``[n, length + 1]``; every block gives ``length`` predictions.
-        precision: dtype of the matrix products.
+        precision: dtype of the matrix products; auto as ``core.devices.precision`` has it.
         batch: blocks at once.
         compiled: use ``torch.compile`` (lean pass only), worth it for many blocks.
 
@@ -46,7 +45,7 @@ def sequence_losses(
     if len(blocks) == 0:
         raise UserError("evaluation: no block of text; the set is shorter than one sequence")
     device = next(model.parameters()).device
-    losses = _forward(model, precision, compiled)
+    losses = _forward(model, devices.precision(precision, device), compiled)
     out = []
     for start in range(0, len(blocks), batch):
         chunk = blocks[start : start + batch]

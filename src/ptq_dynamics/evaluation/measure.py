@@ -19,6 +19,7 @@ from pydantic import Field
 
 from ..core import devices, fanout, paths, progress, provenance
 from ..core.config import asdict, config_dataclass, digest
+from ..core.devices import Precision
 from ..core.errors import UserError
 from ..core.files import atomic_file, read_json, sweep, write_text
 from ..corpus.tokens import TokenSet
@@ -30,7 +31,7 @@ from ..training.study import Study, expand, training_curves, trajectory
 from ..trajectories import checkpoints
 from ..trajectories.checkpoints import Checkpoint
 from .intervals import paired_bootstrap
-from .losses import Precision, sequence_losses
+from .losses import sequence_losses
 from .streaming import stream_measure
 
 NUMERICS = (
@@ -67,13 +68,18 @@ class MeasureConfig:
     evaluation: EvaluationText
     calibration: CalibrationText
     quantizers: Annotated[tuple[QuantSpec, ...], Field(min_length=1)]
-    precision: Precision = "bf16"  # of the matrix products of every evaluation, base and quantized alike
+    precision: Precision = "auto"  # of the matrix products of every evaluation, base and quantized alike
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
     compile: bool = True  # torch.compile where a compiler is found
     streaming: Literal["auto", "always", "never"] = (
         "auto"  # block by block; auto: what does not fit the memory
     )
     also: dict[str, tuple[QuantSpec, ...]] | None = None  # further quantizers, by study
+
+    @property
+    def compute_dtype(self) -> str:
+        """The precision that is used here: fp32 or bf16."""
+        return devices.precision(self.precision, devices.pick(self.device))
 
     def of(self, study: str) -> MeasureConfig:
         """The configuration for one study."""
@@ -101,7 +107,7 @@ def row_key(
             "spec": asdict(spec) if spec else None,
             "evaluation": asdict(config.evaluation) | {"id": texts["evaluation"]},
             "calibration": asdict(config.calibration) | {"id": texts["calibration"]} if calibrated else None,
-            "precision": config.precision,
+            "precision": config.compute_dtype,
             "code": provenance.fingerprint(*NUMERICS),
             "versions": {k: v for k, v in provenance.versions().items() if k in ("torch", "transformers")},
         },
@@ -181,7 +187,7 @@ def _measure_missing(
             **_place(checkpoint),
             "weights_id": checkpoint.weights_id,
             "parameters": found["parameters"],
-            "compute_dtype": config.precision,
+            "compute_dtype": config.compute_dtype,
             "evaluation_set": config.evaluation.set,
             "evaluation_id": evaluation.id,
             "evaluation_tokens": blocks.shape[0] * config.evaluation.length,

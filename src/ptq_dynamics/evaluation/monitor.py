@@ -30,6 +30,7 @@ from torch import nn
 
 from ..core import devices, fanout, paths, progress, provenance
 from ..core.config import asdict, config_dataclass, digest
+from ..core.devices import Precision
 from ..core.errors import UserError
 from ..core.files import read_json, sweep, write_json
 from ..corpus.tokens import TokenSet
@@ -38,7 +39,7 @@ from ..quantization.spec import QuantSpec
 from ..training.study import Run, Study, expand, trajectory
 from ..trajectories import checkpoints
 from ..trajectories.checkpoints import Checkpoint
-from .losses import Precision, sequence_losses
+from .losses import sequence_losses
 from .measure import MeasureConfig, write_csv
 
 NAME = "monitor"
@@ -82,7 +83,7 @@ class QuantizationMonitor:
         calibration: torch.Tensor | np.ndarray | None = None,
         *,
         every: int = 300,
-        precision: Precision = "bf16",
+        precision: Precision = "auto",
         ratio: float = 1.25,
         window: int = 8,
     ) -> None:
@@ -291,7 +292,7 @@ def replay_run(
         "sequences": config.sequences,
         "quantizers": [asdict(q) for q in config.quantizers],
         "length": length,
-        "precision": measuring.precision,
+        "precision": measuring.compute_dtype,
         "text": text.id,
         "code": provenance.fingerprint(*NUMERICS),
         "versions": {k: v for k, v in provenance.versions().items() if k in ("torch", "transformers")},

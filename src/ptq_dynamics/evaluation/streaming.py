@@ -38,7 +38,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..core import devices
 from ..core.config import asdict
+from ..core.devices import Precision
 from ..core.errors import UserError
 from ..core.files import TMP_MARK, atomic_dir, read_json, write_json
 from ..quantization.grid import round_to_nearest
@@ -55,7 +57,7 @@ from ..quantization.quantizer import (
 )
 from ..quantization.spec import OWN, QuantSpec
 from ..trajectories.hub import TOKENIZER_FILES
-from .losses import Precision, token_losses
+from .losses import token_losses
 
 RECIPE = "quantization.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -99,7 +101,7 @@ def stream_measure(
     calibration: Tensor | None = None,
     attention_mask: Tensor | None = None,
     evaluation: np.ndarray | None = None,
-    precision: Precision = "bf16",
+    precision: Precision = "auto",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     batch_size: int | None = None,
@@ -143,7 +145,7 @@ def stream_measure(
         batch_size = batch_size or max(1, (2048 if device.type == "cpu" else 16384) // ids.shape[1])
     if evaluation is not None:
         evaluation = _check_evaluation(model, evaluation)
-    low = torch.bfloat16 if precision == "bf16" else torch.float32
+    low = torch.bfloat16 if devices.precision(precision, device) == "bf16" else torch.float32
     streams = [_Stream(spec) for spec in ([] if evaluation is None else [None]) + specs]
     stem = [n for n in weights.names if not n.startswith(f"{prefix}.")]
     squares: list[Tensor] = []

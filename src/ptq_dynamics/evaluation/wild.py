@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Annotated, Any, Literal
 
 import pandas as pd
 import psutil
-import torch
 from pydantic import Field
 
 from ..core import devices, paths, progress, provenance
@@ -212,7 +210,7 @@ def estimate(source: Source, asked: Request, config: MeasureConfig) -> list[str]
     # 2 operations per weight and token; calibration passes through every block twice and makes Hessians
     operations = 2 * size / 2 * (tokens * (1 + len(asked.bits)) + 3 * calibrated * len(asked.bits))
     count = len(source.items) + (len(asked.bits) if asked.window > 1 else 0)
-    speed = _speed(devices.pick(config.device), config.precision)
+    speed = devices.product_speed(devices.pick(config.device), config.precision)
     lines.append(
         f"time: about {_duration(count * operations / speed + 2 * count)} on {config.device}, from the size of the weights "
         f"(as if two bytes each), {tokens:,} evaluation tokens and the speed of a matrix product measured just now "
@@ -489,18 +487,6 @@ def _number(text: str) -> int | None:
         return round(float(text.rstrip("kKmMbBtT").replace("_", "").replace(",", "")) * unit)
     except ValueError:
         return None
-
-
-def _speed(device: torch.device | str, precision: str) -> float:
-    """Floating-point operations per second of a matrix product, measured in a blink."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    a = torch.ones(512, 512, dtype=dtype, device=device)
-    (a @ a).sum().item()
-    start, n = time.perf_counter(), 0
-    while time.perf_counter() - start < 0.1:
-        (a @ a).sum().item()
-        n += 1
-    return n * 2 * 512**3 / (time.perf_counter() - start)
 
 
 def _duration(seconds: float) -> str:

@@ -30,7 +30,7 @@ AT_CHANCE, MORE, LESS, SAME, OPEN = (
 def read() -> pd.DataFrame:
     """Accuracies with the place on the schedule in the column ``place``."""
     table = statistics.table(f"measurements-{NAME}", NAME)
-    return table.assign(place=np.where(table["branch_tokens"].isna(), STABLE, DECAYED))
+    return table.assign(place=np.where(table["branch_tokens"] > 0, DECAYED, STABLE))
 
 
 def at_chance(table: pd.DataFrame) -> set[str]:
@@ -86,7 +86,7 @@ def figure(table: pd.DataFrame) -> Figure:
     for y, task in enumerate(names):
         rows = found[found["task"] == task]
         axes[0].plot([rows["chance"].iloc[0]] * 2, [y - 0.3, y + 0.3], color="0.3", linewidth=1.0)
-        for shift, (place, colour) in zip((0.13, -0.13), colours.items(), strict=True):
+        for shift, (place, colour) in zip((-0.13, 0.13), colours.items(), strict=True):
             look = {"color": style.RATE if task in guessed else colour}
             look["fillstyle"] = "none" if place == STABLE else "full"
             seeds = table[
@@ -97,9 +97,10 @@ def figure(table: pd.DataFrame) -> Figure:
                 _bar(ax, y + shift, claims.mean(lost(table, task, b, place).values()), look)
     axes[0].set_yticks(range(len(names)), [n.replace("_", " ") for n in names])
     axes[0].invert_yaxis()
-    axes[0].set_xlabel("accuracy before quantization")
+    axes[0].set_xlabel("accuracy")
     for ax in axes[1:]:
         ax.axvline(0.0, color=style.RATE, linewidth=0.8, zorder=0)
+        ax.tick_params(axis="y", length=0)
         ax.set_xlabel("(Acc − Acc_q) / (1 − Acc)")
     for i, (ax, title) in enumerate(zip(axes, ("full precision", *(f"{b} bit" for b in bits)), strict=True)):
         style.letter(ax, i, title)

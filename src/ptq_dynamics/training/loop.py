@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 
 from ..core import devices, progress, provenance
 from ..core.config import asdict, config_dataclass, digest
+from ..core.devices import Precision
 from ..core.errors import UserError
 from ..core.files import read_json, sweep, write_json, write_text
 from ..corpus.tokens import TokenSet
@@ -31,7 +32,7 @@ from ..models import neox
 from ..models.neox import ModelConfig
 from ..trajectories import checkpoints
 from .schedule import Schedule, lr_at, phase_at
-from .step import Learner, OptimizerConfig, Precision
+from .step import Learner, OptimizerConfig
 
 # what decides a run's numbers beyond its configuration; the loop around it only decides when things are saved
 NUMERICS = (
@@ -58,7 +59,9 @@ class RunConfig:
     schedule: Schedule
     sequences: Annotated[int, Field(ge=1)]  # per update; times the context = tokens per update
     seed: Annotated[int, Field(ge=0)]  # of the weights and of the order of the data
-    precision: Precision = "bf16"
+    precision: Precision = (
+        "auto"  # of the matrix products; auto counts as one and the same wherever it is trained
+    )
     reorder: tuple[int, int] | None = (
         None  # (step, seed): from there on the data come in the order of that seed
     )
@@ -245,13 +248,14 @@ def train(
         if point.run != folder:
             checkpoints.copy(point.path, folder / checkpoint_name(at))
     step, device = begin.start, devices.pick(machine.device)
+    precision = devices.precision(config.precision, device)
     rows, losses, norms = _log_before(begin.origin, device)
     (folder / RECORD).unlink(missing_ok=True)
     _tidy(folder, begin.kept, begin.origin)
     model = neox.build(config.model, train_set.vocab_size, config.seed)
     compiled = machine.compile and neox.can_compile()
     if step < end:
-        learner = Learner(model.to(device), config.optimizer, config.precision, compiled)
+        learner = Learner(model.to(device), config.optimizer, precision, compiled)
         if begin.origin is not None:
             checkpoints.load_weights(model, begin.origin.path)
             learner.load_state(checkpoints.load_state(begin.origin.path))
@@ -310,6 +314,7 @@ def train(
             "tokens": end * per_step,
             "seconds": round(rows[-1]["seconds"], 1),
             "compiled": compiled,
+            "precision": precision,
             "machine": asdict(machine),
             "hardware": provenance.hardware(),
             "versions": provenance.versions(),

@@ -17,7 +17,6 @@ from ..core import devices
 from ..core.config import config_dataclass
 from ..models import neox
 
-Precision = Literal["bf16", "fp32"]
 Flat = tuple[torch.Tensor, torch.Tensor]  # (decayed, not decayed)
 
 
@@ -46,7 +45,7 @@ class Learner:
         self,
         model: transformers.GPTNeoXForCausalLM,
         config: OptimizerConfig,
-        precision: Precision,
+        precision: Literal["bf16", "fp32"],
         compiled: bool,
     ) -> None:
         devices.keep_freed_memory()
@@ -85,7 +84,7 @@ class Learner:
             for (name, shape), piece in zip(part, vector.split([s.numel() for _, s in part]), strict=True)
         }
 
-    def _loss(self, precision: Precision) -> Callable[..., torch.Tensor]:
+    def _loss(self, precision: str) -> Callable[..., torch.Tensor]:
         shape = neox.Shape.of(self.model.config)
 
         def loss(

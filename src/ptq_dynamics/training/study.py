@@ -15,6 +15,7 @@ from pydantic import Field
 
 from ..core import fanout, paths, progress
 from ..core.config import config_dataclass
+from ..core.devices import Precision
 from ..core.errors import UserError
 from ..models.neox import ModelConfig
 from ..trajectories import checkpoints
@@ -22,7 +23,7 @@ from ..trajectories.checkpoints import Checkpoint
 from . import loop
 from .loop import Machine, RunConfig
 from .schedule import Cooldown, Schedule, Shape, decay_start, phase_at
-from .step import OptimizerConfig, Precision
+from .step import OptimizerConfig
 
 Tokens = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
@@ -64,7 +65,7 @@ class Study:
     dense_tokens: Tokens | None = None  # finer grid of stable checkpoints, kept for averages and not measured
     decay_checkpoints: Annotated[int, Field(ge=1)] = 4  # evenly over a decay, its end included
     optimizer: OptimizerConfig = OptimizerConfig()  # a member's weight_decay takes the place of this one's
-    precision: Precision = "bf16"
+    precision: Precision = "auto"
     members: dict[str, Member]
 
 
@@ -361,6 +362,7 @@ def _record(run: Run, folder: Path) -> dict[str, object]:
         "tokens_per_second": round(record["tokens"] / max(record["seconds"], 1e-9)),
         "parameters": record["parameters"],
         "compiled": record["compiled"],
+        "precision": record["precision"],
     }
 
 
