@@ -25,7 +25,7 @@ import torch  # noqa: E402
 from ruamel.yaml import YAML  # noqa: E402
 
 from ptq_dynamics import settings  # noqa: E402
-from ptq_dynamics.core import provenance  # noqa: E402
+from ptq_dynamics.core import devices, provenance  # noqa: E402
 from ptq_dynamics.core.config import load  # noqa: E402
 from ptq_dynamics.core.files import write_json  # noqa: E402
 
@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results.json"
 os.environ["PTQ_DYNAMICS_ROOT"] = str(ROOT)
 torch.set_num_threads(1)
+PRECISION = devices.precision("auto", "cpu")
 
 Make = Callable[..., Callable[[], object]]
 
@@ -131,7 +132,7 @@ def record(name: str, ours: float, peer: float, ratio: float, peer_name: str) ->
         "peer": float(f"{peer:.4g}"),
         "ratio": round(ratio, 2),
         "peer_name": peer_name,
-        "machine": f"{hardware['processor']}, 1 thread of {hardware['cores']} cores",
+        "machine": f"{hardware['processor']}, 1 thread of {hardware['cores']} cores; precision auto is {PRECISION}",
         "commit": _commit(),
     }
     old = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []

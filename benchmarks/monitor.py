@@ -40,7 +40,7 @@ def main() -> None:
     tokens = ids(vocab_size, study.sequences, context + 1, 0)
     held_out, calibration = ids(vocab_size, SEQUENCES, context + 1, 1), ids(vocab_size, SEQUENCES, context, 2)
     model = neox.build(study.model, vocab_size, seed=0)
-    learner = Learner(model, OptimizerConfig(), "bf16", compiled=neox.can_compile())
+    learner = Learner(model, OptimizerConfig(), common.PRECISION, compiled=neox.can_compile())
 
     def updates(monitor: QuantizationMonitor | None, count: int) -> tuple[float, float]:
         """Seconds of ``count`` updates with all around them, and of the monitor's calls among these."""

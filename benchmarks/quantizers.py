@@ -42,7 +42,7 @@ def ours(model: transformers.PreTrainedModel, ids: torch.Tensor, blocks: np.ndar
     start = time.perf_counter()
     quantize(model, ids, SPEC)
     quantized = time.perf_counter()
-    losses = sequence_losses(model, blocks, precision="bf16", compiled=neox.can_compile())
+    losses = sequence_losses(model, blocks, compiled=neox.can_compile())
     done = time.perf_counter()
     restore(model, before)
     return {"quantize": quantized - start, "evaluate": done - quantized, "loss": float(losses.mean())}
@@ -57,7 +57,7 @@ def peer(tool: str, folder: Path) -> dict[str, float]:
         tool,
         str(folder),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)  # logs go there
     if done.returncode:
         raise SystemExit(f"{tool}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -35,7 +35,7 @@ def ours(config: ModelConfig, vocab_size: int, sequences: int) -> Callable[[], f
     """Our update, as the training loop calls it; returns the loss."""
     tokens = batch(config, vocab_size, sequences)
     model = neox.build(config, vocab_size, seed=0)
-    learner = Learner(model, OptimizerConfig(), "bf16", compiled=neox.can_compile())
+    learner = Learner(model, OptimizerConfig(), common.PRECISION, compiled=neox.can_compile())
     return lambda: learner.update(tokens, LR, sequences)[0].item()
 
 
