@@ -57,7 +57,8 @@ def peer(tool: str, folder: Path) -> dict[str, float]:
         tool,
         str(folder),
     ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)  # logs go there
+    # tools leave logs where they run
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{tool}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

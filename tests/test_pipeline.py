@@ -47,7 +47,8 @@ STAGES = {
 def environment(root: Path) -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PTQ_", "GIT_"))}
-    clean.pop("PYTHONDONTWRITEBYTECODE", None)  # users have bytecode beside the sources, and stages depend on folders
+    # users have bytecode beside the sources, and stages depend on folders
+    clean.pop("PYTHONDONTWRITEBYTECODE", None)
     names = ("AUTHOR_NAME", "AUTHOR_EMAIL", "COMMITTER_NAME", "COMMITTER_EMAIL")
     return clean | {"PATH": path, "PYTHONPATH": str(root / "src"), "DVC_NO_ANALYTICS": "1", "OMP_NUM_THREADS": "1"} | {
         f"GIT_{n}": "test" for n in names
